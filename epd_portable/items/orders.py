@@ -8,7 +8,6 @@ from epd_portable.items.encoder_cache import PrefillEncoderCache
 from epd_portable.items.placer import Placement, WorkerOrders
 from epd_portable.items.table import Item, State
 
-
 _IDLE = {computes: WorkerOrders(computes=computes) for computes in (False, True)}
 """Orders of steps in which no item comes or goes, by whether they have tokens."""
 

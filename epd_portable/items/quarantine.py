@@ -2,7 +2,7 @@
 
 A slot is released when its producer confirms that it does not write, or when the producer's process
 is gone. On this host that can be seen; elsewhere a later process of the same instance proves it
-(`is_later_life`). Writes that can still arrive when a process is gone:
+(`is_later_incarnation`). Writes that can still arrive when a process is gone:
 
 - ``shm``, ``ipc``: none. Its stores and the copies that it queued end before the process does.
 - ``nixl`` by RDMA: packets in the network. The kernel destroys the queue pairs of a
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from epd_portable.items.slots import Slot
-from epd_portable.transfer.sessions import is_later_life
+from epd_portable.transfer.sessions import is_later_incarnation
 from epd_portable.wire.descriptors import PeerDescriptor
 from epd_portable.wire.messages import Abort, AnyMessage, Message
 
@@ -81,10 +81,10 @@ class Quarantine:
         entry = self._entries.pop(writer, None)
         return None if entry is None else entry.slot
 
-    def note_life(self, peer: PeerDescriptor, now: float) -> None:
+    def note_incarnation(self, peer: PeerDescriptor, now: float) -> None:
         """Note a message of a producer: former processes of its instance are gone."""
         for entry in self._entries.values():
-            if entry.settled_s is None and is_later_life(peer, entry.producer):
+            if entry.settled_s is None and is_later_incarnation(peer, entry.producer):
                 entry.settled_s = now + SETTLED_S
 
     def poll(self, now: float) -> tuple[list[Writer], list[tuple[bytes, AnyMessage]]]:

@@ -176,7 +176,7 @@ class ItemShell:
         """
         if self._death is not None:
             raise TransportError(
-                f"the thread epd-receiver ended with {self._death!r}, and no item comes to this "
+                f"the thread epd-items ended with {self._death!r}, and no item comes to this "
                 "instance; restart it"
             ) from self._death
         if self._has_news.is_set():
@@ -203,7 +203,7 @@ class ItemShell:
 
     def listen(self) -> None:
         """Start the thread."""
-        self.thread = threading.Thread(target=self._run, name="epd-receiver", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="epd-items", daemon=True)
         self.thread.start()
 
     def take_in(self) -> None:
@@ -239,7 +239,7 @@ class ItemShell:
                         self.take_in()
         except BaseException as error:
             self._death = error
-            logger.critical("the thread epd-receiver ends: no item comes here any more")
+            logger.critical("the thread epd-items ends: no item comes here any more")
             raise
 
     def _expire(self, now: float) -> None:

@@ -290,7 +290,7 @@ class Transfers:
         self._now = now
         transfer = self._transfers.get(message.transfer_id)
         if isinstance(message, Announce):
-            self._quarantine.note_life(message.producer, now)
+            self._quarantine.note_incarnation(message.producer, now)
             if transfer is not None:
                 self._take_announcement(sender, message, transfer)
             elif message.transfer_id in self._ended:

@@ -35,8 +35,8 @@ def process_is_gone(session: str) -> bool:
     return start != parts[1] or (state in ("Z", "X") and threads <= 1)
 
 
-def is_later_life(later: PeerDescriptor, earlier: PeerDescriptor) -> bool:
-    """Return whether one process is a later life of another's instance on the same machine.
+def is_later_incarnation(later: PeerDescriptor, earlier: PeerDescriptor) -> bool:
+    """Return whether one process is a later incarnation of another on the same machine.
 
     An instance is started again only after its former processes have ended. On another machine the
     former one may be cut off and alive.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from random import Random
 
@@ -10,11 +11,23 @@ import msgspec
 from epd_portable.encode.producer import ProducerSession, TransferOrder, Write
 from epd_portable.transfer.paths.base import LeaseFence
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
-from epd_portable.wire.messages import AnyMessage
+from epd_portable.wire.messages import PROTOCOL_VERSION, AnyMessage, Foreign, Nack, Received
 from tests.kit.engine import ADDRESS
 from tests.kit.memory import TORN, PoolMemory
 from tests.kit.sizes import Sizes
 from tests.unit.builders import Clock
+
+
+@dataclass
+class _Clock:
+    """A process's clock, which may be ahead of that of others."""
+
+    others: Clock
+    ahead_s: float = 0.0
+
+    @property
+    def now(self) -> float:
+        return self.others.now + self.ahead_s
 
 
 @dataclass
@@ -30,6 +43,10 @@ class Encoder:
 
     A stopped one does nothing and hears nothing until it goes on; a killed one leaves its writes
     in the middle, and is another one afterwards.
+
+    Attributes:
+        is_foreign: It has another protocol version.
+        clock: Its process's, which may jump.
     """
 
     def __init__(
@@ -44,9 +61,11 @@ class Encoder:
         *,
         fingerprint: str = "same",
         is_perfect: bool = True,
+        seen: Counter[str] | None = None,
     ) -> None:
+        self.seen = Counter() if seen is None else seen
         self.name = name
-        self._rng, self._sizes, self._clock = rng, sizes, clock
+        self._rng, self._sizes, self.clock = rng, sizes, _Clock(clock)
         self._pool, self._fence, self._revoked = pool, fence, revoked
         self.fingerprint = fingerprint
         self.is_perfect = is_perfect
@@ -57,6 +76,7 @@ class Encoder:
     def start(self) -> None:
         """Begin another life."""
         self.life += 1
+        self.is_foreign = self.life > 1 and not self.is_perfect and self._rng.random() < 0.2
         self.session_id = f"{self.name}-life-{self.life}"
         self.is_stopped = False
         self.inbox: list[AnyMessage] = []
@@ -88,7 +108,7 @@ class Encoder:
         order = TransferOrder(
             transfer_id=transfer_id, mm_hash=name, consumer=ADDRESS, tensor=tensor, item_uuid=name
         )
-        self.session.submit(order, ready=name in self._outputs, now=self._clock.now)
+        self.session.submit(order, ready=name in self._outputs, now=self.clock.now)
         self._submitted.add(transfer_id)
         if name not in self._outputs:
             self._computing.setdefault(name, self._rng.choice([0, 0, 1, 3, 10]))
@@ -100,33 +120,53 @@ class Encoder:
             self.session.fail(transfer_id, "the encoder cache was reset")
         self._submitted.clear()
 
-    def turn(self) -> list[AnyMessage]:
-        """Go on for a turn; return what it sends."""
+    def turn(self) -> list[Received]:
+        """Go on for a turn; return what it sends, as the instance reads that."""
         if self.is_stopped:
             return []
-        now = self._clock.now
+        now = self.clock.now
         for message in self.inbox:
-            self.session.receive(ADDRESS, message, now)
+            # A refusal is in the version of its receiver.
+            read = self._foreign(message) if not isinstance(message, Nack) else message
+            self.session.receive(ADDRESS, read, now)
         self.inbox.clear()
         for name, left in list(self._computing.items()):
             self._computing[name] = left - 1
             if left <= 0:
                 del self._computing[name]
-                self._outputs[name] = self._pool.output(name)
+                if not self.is_perfect and self._rng.random() < 0.04:
+                    self.seen["items that an encoder had no memory for"] += 1
+                else:
+                    self._outputs[name] = self._pool.output(name)
                 self.session.output_ready(name)
         for transfer_id, writing in list(self._writing.items()):
             self._write(transfer_id, writing)
         actions = self.session.poll(now)
         for write in actions.writes:
             self._begin(write)
-        return [message for _, message in actions.messages]
+        return [self._foreign(message) for _, message in actions.messages]
+
+    def _foreign(self, message: AnyMessage) -> Received:
+        """Return a message as the other end reads it."""
+        if not self.is_foreign:
+            return message
+        self.seen["messages of another version"] += 1
+        return Foreign(
+            kind=str(type(message).__struct_config__.tag),
+            transfer_id=message.transfer_id,
+            attempt=message.attempt,
+            protocol=PROTOCOL_VERSION + 1,
+        )
 
     def _begin(self, write: Write) -> None:
         rng = self._rng
-        content = self._outputs[write.mm_hash]
+        content = self._outputs.get(write.mm_hash, "")
         writing = _Writing(write, rng.choice([0, 0, 1, 2, 6, 30]), content)
         if not self.is_perfect and rng.random() < 0.1:
             writing.problem = "the write failed"
+        if not content:
+            self.session.write_failed(write.transfer_id, "it was not encoded", self.clock.now)
+            return
         self._writing[write.transfer_id] = writing
         self._put(writing, TORN)
         if writing.turns == 0:
@@ -141,9 +181,9 @@ class Encoder:
             self._put(writing, writing.content)
         self.writes_ended += 1
         if writing.problem:
-            self.session.write_failed(transfer_id, writing.problem, self._clock.now)
+            self.session.write_failed(transfer_id, writing.problem, self.clock.now)
         else:
-            self.session.write_done(transfer_id, self._clock.now)
+            self.session.write_done(transfer_id, self.clock.now)
 
     def _put(self, writing: _Writing, content: str) -> None:
         slot = writing.write.slot

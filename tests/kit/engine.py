@@ -728,6 +728,11 @@ class Engine:
         whole = self._sizes.whole_items * (1 + spec + max(self._sizes.items.values()))
         return spare >= 2 + spec + whole
 
+    @property
+    def under_way(self) -> set[str]:
+        """Requests in steps whose output is to come."""
+        return {each for work in self._flying for each in work.planned.num_scheduled_tokens}
+
     def hit(self, running: Running) -> int:
         """Return the tokens of a request that waits which the prefix cache holds."""
         return int(self.scheduler.kv_cache_manager.get_computed_blocks(running.request)[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -46,12 +47,14 @@ class Shelf:
         entries: Items that the store has, of the weights of the pool; emptied with other weights.
         is_blocked: Reads do not end.
         fails: Probability that a read fails.
+        seen: Count of events.
     """
 
     def __init__(self, clock: Clock, pool: PoolMemory, rng: Random, *, fails: float = 0.0) -> None:
         self.entries: set[str] = set()
         self.is_blocked = False
         self.fails = fails
+        self.seen: Counter[str] = Counter()
         self._pool, self._rng = pool, rng
         self._reading: list[_Reading] = []
         peer = PeerDescriptor(
@@ -112,7 +115,9 @@ class Shelf:
                 self._end(each.load, each.content)
 
     def _end(self, load: Any, content: str | None) -> None:
+        self.seen["loads that were late"] += load.too_slow
         if self._rng.random() < self.fails:
+            self.seen["loads that failed"] += 1
             self.loader._ended.put((load, self._rng.choice(["miss", "corrupt", "error"]), "fault"))
         elif content is not None:
             self._put(load, content)

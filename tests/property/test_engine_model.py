@@ -23,6 +23,8 @@ THOROUGH_S = 500
 DEADLINE_S = 600
 """For a process on a busy machine, with what it takes to import vLLM."""
 MUST_HAPPEN = {
+    "clocks of encoders that jumped",
+    "clocks of the instance that jumped",
     "drafts refused",
     "encoders killed",
     "encoders stopped or let go on",
@@ -31,12 +33,19 @@ MUST_HAPPEN = {
     "items encoded in a step",
     "items looked for in the store",
     "items placed",
+    "items that an encoder had no memory for",
     "items read",
     "items that are too large",
+    "jobs that a full engine refused",
+    "jobs that were late",
+    "loads that failed",
+    "loads that were late",
+    "messages of another version",
     "prefix hits that end before all items",
     "prefix hits that end behind all items",
     "prefix hits that end between items",
     "prefix hits that end inside an item",
+    "request ids used again",
     "requests preempted",
     "requests rolled back",
     "requests that ended: abort",
@@ -45,8 +54,12 @@ MUST_HAPPEN = {
     "requests that ended: length",
     "resets of the encoder cache",
     "resets of the prefix cache",
+    "sleeps: abort",
+    "sleeps: keep",
+    "sleeps: wait",
     "starts held back",
     "stores that hang or go on",
+    "videos in parts",
 }
 
 

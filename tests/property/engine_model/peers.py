@@ -11,7 +11,7 @@ from random import Random
 from typing import NamedTuple
 
 from epd_portable.wire.descriptors import TensorSpec
-from epd_portable.wire.messages import AnyMessage
+from epd_portable.wire.messages import Received
 from tests.kit.encoder import Encoder
 from tests.property.engine_model.shapes import Shape
 
@@ -26,7 +26,7 @@ class Parcel(NamedTuple):
     number: int
     identity: bytes
     to_instance: bool
-    message: AnyMessage
+    message: Received
 
 
 class Network:
@@ -47,7 +47,7 @@ class Network:
         self._latest.clear()
         self._under_way = [each._replace(due=self.turn) for each in self._under_way]
 
-    def send(self, identity: bytes, message: AnyMessage, *, to_instance: bool) -> None:
+    def send(self, identity: bytes, message: Received, *, to_instance: bool) -> None:
         rng, link = self._rng, (identity, to_instance)
         delay = rng.choice([0, 0, 0, 1, 2, 5])
         if not self._is_good:
@@ -119,8 +119,16 @@ class Front:
         left = [each for each in self._encoders if each.name not in job.asked]
         if left:
             encoder = self._rng.choice(left)
+            if not encoder.is_perfect and self._rng.random() < 0.1:
+                encoder.seen["jobs that a full engine refused"] += 1
+                self._later(self._rng.choice([1, 20]), lambda: self.ask(job))
+                return
             job.asked.append(encoder.name)
             encoder.submit(job.transfer_id, job.name, job.tensor)
+            if not encoder.is_perfect and self._rng.random() < 0.05:
+                # Another encoder is asked, and the first one goes on.
+                encoder.seen["jobs that were late"] += 1
+                self._later(self._rng.choice([5, 40]), lambda: self.ask(job))
         else:
             job.has_failed = True
             self._give_up(job)

@@ -18,23 +18,28 @@ class Shape(Sizes):
 
     Attributes:
         paths: Between the instance and each encoder.
-        faults: Something may fail; otherwise all goes well.
+        faults: Anything may fail.
+        flaws: Peers fail, and report each failure: no wait needs a deadline. With neither all goes
+            well.
         lost: Part of the messages that are lost.
         known_gone: The instance can see that an encoder's process has ended.
         store: There is one.
+        parts: Items that are parts of one video: each prompt has all of them, side by side.
     """
 
     paths: tuple[str, ...]
     faults: bool
+    flaws: bool
     lost: float
     known_gone: bool
     store: bool
     requests: int
     long_answers: bool
+    parts: tuple[str, ...] = ()
 
 
 Segment = str | list[int]
-"""An item's name, or tokens of text."""
+"""An item's name, or tokens of text. The first part of a video stands for all."""
 
 
 class Prompts:
@@ -53,6 +58,8 @@ class Prompts:
             segments = [*segments, *self._script()[: rng.randint(1, 3)]]
         if rng.random() < 0.8 or isinstance(segments[-1], str):
             segments = [*segments, self._text(1, 4)]
+        first = shape.parts[:1]
+        segments = [each for one in segments for each in (shape.parts if one in first else (one,))]
         tokens: list[int] = []
         places: list[tuple[str, int, int]] = []
         # A drafter wants items that are near each other at once, which may be too much.
@@ -102,7 +109,7 @@ class Prompts:
 
     def _script(self) -> list[Segment]:
         rng = self._rng
-        names = list(self._shape.items)
+        names = [name for name in self._shape.items if name not in self._shape.parts[1:]]
         segments: list[Segment] = [self._text(0, 9)]
         for _ in range(rng.randint(0, 5)):
             before = [each for each in segments if isinstance(each, str)]
@@ -126,6 +133,8 @@ def draw(rng: Random) -> Shape:
     faults = rng.random() < 0.5
     largest = rng.randint(2, 12)
     items = {name: rng.randint(1, largest) for name in "abcdefgh"[: rng.randint(2, 8)]}
+    parts = tuple(f"v#{number}-{number + 1}" for number in range(rng.choice([0, 0, 0, 2, 3])))
+    items |= {name: rng.randint(1, largest) for name in parts}
     largest = max(items.values())
     lookahead = rng.choice([0, 0, 0, 0, 1, 2])
     block = rng.choice([2, 4, 4, 8, 16])
@@ -158,12 +167,14 @@ def draw(rng: Random) -> Shape:
             rng.choice(["shm", "shm", "tcp", "collective"]) for _ in range(rng.randint(1, 3))
         ),
         faults=faults,
+        flaws=not faults and rng.random() < 0.5,
         wait_timeout_s=WAIT_TIMEOUT_S if faults else 100 * WAIT_TIMEOUT_S,
         lost=rng.choice([0.0, 0.0, 0.05, 0.3]) if faults else 0.0,
         known_gone=rng.random() < 0.5,
         requests=rng.randint(2, 14),
         long_answers=long_answers,
         store=rng.random() < 0.3,
+        parts=parts,
     )
     if rng.random() < 0.2:
         # Nothing excuses a refusal: only room for the items is short, which transfers alone bring.
@@ -178,6 +189,7 @@ def draw(rng: Random) -> Shape:
             cache=largest,
             pool=largest * (1 if copies else 2),
             faults=False,
+            flaws=False,
             wait_timeout_s=100 * WAIT_TIMEOUT_S,
             lost=0.0,
         )

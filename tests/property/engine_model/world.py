@@ -10,7 +10,7 @@ from dataclasses import replace
 from random import Random
 
 from epd_portable.wire.descriptors import TensorSpec
-from epd_portable.wire.messages import Grant
+from epd_portable.wire.messages import Foreign, Grant
 from tests.kit.encoder import Encoder
 from tests.kit.engine import Engine, Running, embed_bytes
 from tests.kit.memory import PoolMemory, Violation, Worker
@@ -45,10 +45,12 @@ class World:
         self.trace: deque[str] = deque(maxlen=TRACE)
         self._traced = traced
         self.pool = PoolMemory()
-        self.worker = Worker(rng, self.pool, copies=shape.copies, fails=shape.faults)
+        fails = shape.faults or shape.flaws
+        self.worker = Worker(rng, self.pool, copies=shape.copies, fails=fails)
         self.worker.ranks = 1 if shape.beside else 2
-        self.store = Shelf(self.clock, self.pool, rng, fails=0.15 if shape.faults else 0.0)
+        self.store = Shelf(self.clock, self.pool, rng, fails=0.15 if fails else 0.0)
         self.store.entries = {name for name in shape.items if rng.random() < 0.8}
+        self.store.seen = self.worker.seen
         self.engine = Engine(shape, rng, self.clock, self.worker, self.note, self.store)
         self.network = Network(rng, shape)
         self.encoders = [
@@ -60,22 +62,26 @@ class World:
                 self.pool,
                 self.engine.post.fence,
                 self.worker.revoked,
-                fingerprint="other" if shape.faults and rng.random() < 0.1 else "same",
-                is_perfect=not shape.faults,
+                fingerprint="other" if fails and rng.random() < 0.1 else "same",
+                is_perfect=not fails,
+                seen=self.worker.seen,
             )
             for number in range(len(shape.paths))
         ]
         self.engine.post.paths = {
             encoder.name: path
             for encoder, path in zip(self.encoders, shape.paths, strict=True)
-            if not (shape.faults and rng.random() < 0.05)
+            if not (fails and rng.random() < 0.05)
         }
+        for encoder in self.encoders if shape.flaws else ():
+            encoder.is_foreign = rng.random() < 0.1
         self.front = Front(rng, self.encoders, self.later, self._give_up)
         self.prompts = shapes.Prompts(rng, shape, shapes.longest_prompt(shape))
         self._todo: list[tuple[int, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._pauses = rng.random() < 0.2
         self._pause = ""
+        self._sleeps = False
         self._paused_turn = 0
         self._saw_reset: set[str] = set()
         """Requests that were here when a cache was reset: they need again what they had."""
@@ -83,7 +89,8 @@ class World:
         """Transfers whose jobs wait until the instance asks."""
         self._stored: set[str] = set()
         """Transfers that the store is to bring: their jobs wait until it has not."""
-        self._count = self._waiting_to_come = 0
+        self._count = 0
+        self._coming: set[str] = set()
         self._judged: set[str] = set()
         self._sent_again: set[str] = set()
         """Requests that were sent before, by another name."""
@@ -138,14 +145,14 @@ class World:
         """A request comes; jobs for its items are begun about then."""
         rng, shape = self.rng, self.shape
         self._count += 1
-        request_id = f"R{self._count}"
+        request_id = self._new_name() if prompt else self._name()
         prompt = prompt or self.prompts.next()
         transfers = {}
         sizes = {name: size for name, _, size in prompt.places}
         for name, wish in prompt.wishes.items():
             if not wish.moved:
                 continue
-            transfer_id = transfers[name] = f"{request_id}-{name}"
+            transfer_id = transfers[name] = f"{request_id}-{name}-{self._count}"
             tensor = TensorSpec(shape=(sizes[name], embed_bytes() // 4), dtype="float32")
             job = Job(transfer_id, request_id, name, tensor)
             self.front.jobs[transfer_id] = job
@@ -162,11 +169,24 @@ class World:
                 continue  # The job is lost, and nobody says so.
             self.later(rng.choice([0, 0, 1, 5, 15]), lambda job=job: self.front.ask(job))
         self.later(rng.choice([0, 0, 2, 8]), lambda: self._add(request_id, prompt, transfers))
-        self._waiting_to_come += 1
+        self._coming.add(request_id)
         return request_id
 
+    def _name(self) -> str:
+        """Return the id of a new request; some clients use one again when its request has ended."""
+        if self.rng.random() >= 0.05:
+            return self._new_name()
+        ended = sorted(self.engine.ended.keys() - self._coming - self.engine.under_way)
+        return self.rng.choice(ended) if ended else self._new_name()
+
+    def _new_name(self) -> str:
+        return f"R{self._count}"
+
     def _add(self, request_id: str, prompt: Prompt, transfers: dict[str, str]) -> None:
-        self._waiting_to_come -= 1
+        self._coming.remove(request_id)
+        if self.engine.ended.pop(request_id, None) is not None:
+            self.seen["request ids used again"] += 1
+            self._judged.discard(request_id)
         self.note(
             "arrives",
             request_id,
@@ -176,6 +196,8 @@ class World:
             prompt.answer,
             prompt.wishes,
         )
+        parts = {*self.shape.parts}
+        self.seen["videos in parts"] += bool(parts) and parts <= prompt.wishes.keys()
         on_demand = self._on_demand & {*transfers.values()}
         stored = self._stored & {*transfers.values()}
         self.engine.add(request_id, prompt, transfers, on_demand, stored)
@@ -248,7 +270,8 @@ class World:
         self.seen[f"pauses: {self._pause}"] += 1
         self.note("pause", self._pause)
         self.engine.pause(self._pause)
-        if self._pause != "wait":
+        self._sleeps = self._pause == "wait" or self.rng.random() < 0.5
+        if not self._sleeps:
             self.later(self.rng.choice([1, 5, 40]), self._resume)
 
     def _resume(self) -> None:
@@ -257,11 +280,14 @@ class World:
         self.engine.resume()
 
     def _go_on_pausing(self) -> None:
-        """Let a pause that waits come to its end, and time pass until then."""
+        """Let an engine that is to sleep empty its caches when it is idle; let time pass."""
         turns = self.network.turn - self._paused_turn
-        if self._pause == "wait" and self.engine.is_paused():
-            self._pause = "over"
+        if self._sleeps and self._pause != "asleep" and self.engine.is_paused():
+            self.seen[f"sleeps: {self._pause}"] += 1
+            self.note("sleeps")
+            self._pause = "asleep"
             self._saw_reset |= set(self.engine.unfinished)
+            self.engine.reset_prefix_cache(running=True)
             self._reset_encoder_caches()
             self.later(self.rng.choice([1, 5, 40]), self._resume)
         elif self._pause == "wait" and turns > MOST_PAUSED_TURNS:
@@ -287,6 +313,21 @@ class World:
             self.clock.now += rng.choice([1.0, 5.0, 12.0, 31.0])
             self.seen["times that passed"] += 1
             self.note("time passes")
+        if rng.random() < 0.01:
+            self._jump(encoder, rng.choice([1.0, 5.0, 12.0, 31.0, 3600.0]))
+
+    def _jump(self, encoder: Encoder, seconds: float) -> None:
+        """The clock of one process jumps, or the process was not run for so long."""
+        if self.rng.random() < 0.5:
+            self.seen["clocks of encoders that jumped"] += 1
+            self.note("the clock jumps of", encoder.name)
+            encoder.clock.ahead_s += seconds
+        else:
+            self.seen["clocks of the instance that jumped"] += 1
+            self.note("the clock jumps of the instance")
+            self.clock.now += seconds
+            for each in self.encoders:
+                each.clock.ahead_s -= seconds
 
     def _kill(self, encoder: Encoder) -> None:
         self.seen["encoders killed"] += 1
@@ -344,6 +385,10 @@ class World:
             if parcel.to_instance:
                 self.note("to instance", parcel.identity.decode(), _short(parcel.message))
                 post.inbox.append((parcel.identity, parcel.message))
+                if isinstance(parcel.message, Foreign) and parcel.message.awaits_reply:
+                    # As the control channel does.
+                    refusal = parcel.message.refusal()
+                    self.network.send(parcel.identity, refusal, to_instance=False)
             else:
                 for encoder in self.encoders:
                     if encoder.identity == parcel.identity:
@@ -377,6 +422,7 @@ class World:
         bare = running.prompt.bare(self.shape.can_encode)
         excused = (
             self.shape.faults
+            or self.shape.flaws
             or request_id in self._saw_reset
             # Who computes again needs items again, and may have to take those of others.
             or bool(self.engine.recomputed)
@@ -419,7 +465,7 @@ class World:
             len(engine.ended),
             len(engine.jobs),
             self._count,
-            self._waiting_to_come,
+            len(self._coming),
             sum(encoder.writes_ended for encoder in self.encoders),
             len(engine.recomputed),
         )
@@ -481,7 +527,7 @@ class World:
         self._is_over = True
         for encoder in self.encoders:
             encoder.is_perfect = True
-            if encoder.is_stopped and self.rng.random() < 0.5:
+            if encoder.is_foreign or (encoder.is_stopped and self.rng.random() < 0.5):
                 self._kill(encoder)
             encoder.is_stopped = False
         self._let_time_pass(2 * self.shape.wait_timeout_s)

@@ -331,7 +331,7 @@ def test_announcing_again_renews_the_lease_but_not_beyond_the_deadline(desk: Des
 
 
 @pytest.mark.parametrize(
-    ("other", "is_later_life"),
+    ("other", "is_later"),
     [
         (peer("encode-a", session="another life"), True),
         (peer("encode-c"), False),
@@ -340,14 +340,14 @@ def test_announcing_again_renews_the_lease_but_not_beyond_the_deadline(desk: Des
     ],
     ids=["a later life", "another instance", "another machine", "itself"],
 )
-def test_a_later_life_frees_slots(desk: Desk, other: PeerDescriptor, is_later_life: bool) -> None:
+def test_a_later_life_frees_slots(desk: Desk, other: PeerDescriptor, is_later: bool) -> None:
     desk.get_grant()
     desk.said(LEASE_S + LEASE_MARGIN_S)
     desk.receive(b"other", announce(transfer_id="u", mm_hash="other", producer=other))
     desk.said(SETTLED_S - 1)
     assert desk.events[1:] == []
     desk.said(1.0)
-    assert (desk.events[1:] == [("released", 1)]) is is_later_life
+    assert (desk.events[1:] == [("released", 1)]) is is_later
 
 
 @pytest.mark.parametrize("ends", ["lease", "not wanted"])

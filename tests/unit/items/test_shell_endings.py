@@ -149,7 +149,7 @@ def test_an_engine_whose_receiver_has_died_ends(caplog: pytest.LogCaptureFixture
     pd.shell.listen()
     assert broken.wait(10)
     pd.shell.thread.join(10)  # type: ignore[union-attr]
-    with pytest.raises(TransportError, match="epd-receiver ended with OSError"):
+    with pytest.raises(TransportError, match="epd-items ended with OSError"):
         pd.shell.before_step()
     assert "no item comes here any more" in caplog.text
 

@@ -13,7 +13,7 @@ import pytest
 
 from epd_portable.transfer.sessions import (
     host_identity,
-    is_later_life,
+    is_later_incarnation,
     new_session,
     process_is_gone,
 )
@@ -54,11 +54,11 @@ def test_the_later_of_two_lives_is_known(other: tuple[subprocess.Popen[str], str
         peer(session=session, host=f"{host_identity()}{number}")
         for number, session in enumerate((new_session(), other[1]))
     )
-    assert is_later_life(second, first), "each container has a /dev/shm of its own"
-    assert not is_later_life(first, second)
-    assert not is_later_life(first, first)
-    assert not is_later_life(peer("encode-1", session=other[1], host=first.host), first)
-    assert not is_later_life(peer(session=other[1], host="another"), first)
+    assert is_later_incarnation(second, first), "each container has a /dev/shm of its own"
+    assert not is_later_incarnation(first, second)
+    assert not is_later_incarnation(first, first)
+    assert not is_later_incarnation(peer("encode-1", session=other[1], host=first.host), first)
+    assert not is_later_incarnation(peer(session=other[1], host="another"), first)
 
 
 def test_host_identity_holds_the_boot_and_the_shared_memory() -> None:

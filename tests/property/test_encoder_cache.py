@@ -1,4 +1,4 @@
-"""Preallocator, encoder cache and receive pool together against a model of who has what.
+"""The encoder cache and the receive pool of a prefill+decode engine against a model of owners.
 
 The engine calls the cache as vLLM's scheduler does; transfers come, fail and land, in any order.
 Room is never negative, promised twice or lost; no slot is given out twice; what somebody holds
@@ -59,7 +59,7 @@ animals = st.builds(
 prompts = st.lists(animals, min_size=1, max_size=3)
 
 
-class Preallocation(RuleBasedStateMachine):
+class EncoderCacheModel(RuleBasedStateMachine):
     copies = False
     background = False
     seen: ClassVar[Counter[str]]
@@ -481,7 +481,7 @@ def test_whatever_is_asked_room_is_never_lost_given_twice_or_given_out_of_turn(
 ) -> None:
     seen: Counter[str] = Counter()
     how = {"copies": copies, "background": background, "seen": seen}
-    machine = type("Machine", (Preallocation,), how)
+    machine = type("Machine", (EncoderCacheModel,), how)
     run_state_machine_as_test(seeded(number, machine), settings=budget(EXAMPLES, steps=STEPS))
     assert seen["steps"] > EXAMPLES * STEPS / 2, seen
     usual = {"reserved", "waited", "landed", "encoded here", "started", "lost", "replaced"}
