@@ -1,8 +1,7 @@
 """Mutation run: ``python -m tests.mutants transfer wire --count 40``.
 
-Each mutant changes one operator, condition, number or statement of a package, in a copy of the
-checkout, and is killed by the first test that fails. A first run records the lines that each test
-executes in its own process: a mutant gets the tests that reach it, or else its file.
+Each mutant changes one operator, condition, number or statement in a copy of the checkout, and is
+killed by the first test that fails. It gets the tests that a first run saw at its line or file.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TESTS = {
-    "encode": "tests/unit/encode tests/contract/test_host_copies.py",
+    "encode": "tests/unit/encode tests/contract/test_host_copies.py tests/integration/transfer",
     "front": "tests/integration/front",
     "items": "tests/unit/items tests/contract/test_claims.py",
     "placement": "tests/unit/placement",
@@ -166,7 +165,8 @@ def run(tree: Path, package: str, options: argparse.Namespace) -> float:
         names = [name for name in near if lines & reached[name]] or near or quick
         files = {name.partition("::")[0] for name in names}
         Path(path).write_text(text, "utf-8")
-        if not run_pytest(tree, ["-x", "--timeout=150", *files], Chosen("", names)):
+        limit = f"--session-timeout={60 + 5 * sum(found[name][0] for name in names):.0f}"
+        if not run_pytest(tree, ["-x", "--timeout=120", limit, *files], Chosen("", names)):
             survived += 1
             print(f"survived {len(names)} tests: {words}".replace(f"{tree}/", ""), flush=True)
         Path(path).write_text(sources[path], "utf-8")

@@ -124,7 +124,7 @@ def test_slot_is_freed_after_a_producer_outlasts_its_lease(
     encode.put_out("cat", "output('cat', 10)", LATE_US)
     pd.step_until(lambda: pd.granted("t-r"))
     encode.wait_until_writing()
-    with within(LEASE_S + MARGIN_S + 2.0):
+    with within(LEASE_S + MARGIN_S + SOON_S):
         pd.step_until(given_up(pd, "r"))
     if route.fenced:
         pd.step_until(lambda: all_free(pd))
@@ -164,7 +164,7 @@ def test_second_producer_serves_after_a_kill_of_the_first(
     pd.step_until(lambda: pd.granted("t-r"))
     killed.wait_until_writing()
     killed.kill()
-    with within(LEASE_S + MARGIN_S + 2.0):
+    with within(LEASE_S + MARGIN_S + SOON_S):
         pd.step_until(given_up(pd, "r"))
         pd.step_until(lambda: all_free(pd))
     assert pd.placed == ["before"]
