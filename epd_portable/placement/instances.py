@@ -463,10 +463,6 @@ class EndpointPool:
         """Return the usable instances with a duty; a list that changes with them."""
         return self._usable[duty].members
 
-    def get(self, name: str) -> Instance | None:
-        """Return the instance of that name."""
-        return self._instances.get(name)
-
     def __contains__(self, instance: Instance) -> bool:
         """Return whether an instance has not left; another one may have its name."""
         return self._instances.get(instance.name) is instance

@@ -41,9 +41,7 @@ def busy(instances: EndpointPool, loads: dict[str, int]) -> None:
 
 
 def found(instances: EndpointPool, name: str) -> Instance:
-    instance = instances.get(name)
-    assert instance is not None
-    return instance
+    return next(each for each in instances.all if each.name == name)
 
 
 def chosen(instances: EndpointPool, key: str, exclude: tuple[str, ...] = ()) -> str:

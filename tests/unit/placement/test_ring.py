@@ -32,8 +32,7 @@ def test_rules_and_hash_scorer_choose_one_encoder_for_an_item() -> None:
     pool, policy = encoders_of(5), Policy(parse_choice(BY_HASH))
     for busy in ("", "e0", "e3"):
         if busy:
-            instance = pool.get(busy)
-            assert instance is not None
+            instance = next(each for each in pool.all if each.name == busy)
             for _ in range(4):
                 instance.in_flight().__enter__()
         went = set()
