@@ -69,7 +69,7 @@ class Piece:
 def pieces(*, full: bool) -> list[Piece]:
     """Return the whole suite, each lane in its order."""
     more = ["--full"] if full else []
-    mutants = [*PYTEST[:2], "tests.mutants", "transfer", "wire", "encode", "--least", "70"]
+    mutants = [*PYTEST[:2], "tests.mutants", "transfer", "encode", "--least", "50"]
     npu = ["ci/jobs/npu-sim.sh", *([] if full else ["--short"])]
     faults = {"faults": "tests/faults"}
     if full:

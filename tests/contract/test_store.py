@@ -404,7 +404,7 @@ def of_files(tmp_path: Path, **keys: object) -> Store:
     return make_store(StoreSection(kind="file", path=str(tmp_path), **keys))  # type: ignore[arg-type]
 
 
-def test_file_entry_survives_short_reads_and_writes_and_leaves_no_descriptor(
+def test_file_entry_survives_short_reads_and_leaks_no_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, write = os.preadv, os.write
