@@ -385,7 +385,8 @@ def test_work_is_owed_from_when_it_is_sent_until_it_is_done(front: Split) -> Non
             found[name] = total(page, f"vllm:{name}_tokens_total{{}}")
         return found
 
-    long: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
+    # So long that a page shows all three at once, on a busy machine as well.
+    long: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
     ask(front.url, [picture(50), ASK], **long)  # From then on it is known what both take.
     before = seen()
     with ThreadPoolExecutor(3) as pool:
