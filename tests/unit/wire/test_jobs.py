@@ -79,8 +79,12 @@ def test_head_of_a_job_is_checked_before_it_is_sent() -> None:
     longest = msgspec.structs.replace(job, cache_salt="x" * jobs.CHUNK_BYTES)
     with pytest.raises(ProtocolError, match=f"a job's head of .* at most {jobs.CHUNK_BYTES}"):
         jobs.encode_head(longest, "s")
-    with pytest.raises(ProtocolError, match="a job for another machine"):
-        jobs.encode_head(msgspec.structs.replace(job, priority=1 << 31), "s")
+    for priority, words in (
+        (1 << 31, "Expected `int` <= "),
+        (1 << 70, "a job for another machine"),
+    ):
+        with pytest.raises(ProtocolError, match=words):
+            jobs.encode_head(msgspec.structs.replace(job, priority=priority), "s")
 
 
 @pytest.mark.parametrize(
