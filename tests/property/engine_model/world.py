@@ -220,6 +220,9 @@ class World:
 
     def _give_up(self, job: Job) -> None:
         """No encoder is left for an item: its request is sent again, unless it has begun."""
+        if job.request_id in self._coming:
+            self.later(1, lambda: self._give_up(job))
+            return
         running = self.engine.unfinished.get(job.request_id)
         if running is None or running.request.num_output_tokens:
             return
