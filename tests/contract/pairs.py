@@ -125,21 +125,14 @@ def parameters(routes: Iterable[Route]) -> list[Any]:
     ]
 
 
-def spread(routes: Iterable[Route], values: Sequence[Any], count: int) -> list[Any]:
-    """Some values for each route, in turn: all values for some route, and not each for each."""
-    spread: list[Any] = []
-    for number, each in enumerate(parameters(routes)):
-        for place in range(number * count, (number + 1) * count):
-            value = values[place % len(values)]
-            spread.append(
-                pytest.param(each.values[0], value, id=f"{each.id}-{value}", marks=each.marks)
-            )
-    return spread
-
-
 PAIRS = [Pair(*names) for names in product(PLATFORMS, PLATFORMS)]
 EVERY_ROUTE = [Route(path, pair) for pair in PAIRS for path in PATHS]
 ROUTES = [
     route for route in EVERY_ROUTE if not route.pair.refusal(route.path) and route.has_devices
 ]
 REFUSED = [route for route in EVERY_ROUTE if route.pair.refusal(route.path)]
+
+
+def turn(route: Route, values: Sequence[Any], nth: int, count: int) -> Any:
+    """The nth of some values of a route: all values for some route, and not each for each."""
+    return values[(ROUTES.index(route) * count + nth) % len(values)]

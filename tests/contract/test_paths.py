@@ -28,7 +28,7 @@ from epd_portable.transfer.copies import QueuedCopy
 from epd_portable.transfer.paths.base import PathWriter, SlotWrite
 from epd_portable.transfer.pool import SHM_FOLDER
 from epd_portable.wire.descriptors import SlotDescriptor
-from tests.contract.pairs import REFUSED, ROUTES, Route, encode_peer, parameters, spread
+from tests.contract.pairs import REFUSED, ROUTES, Route, encode_peer, parameters, turn
 from tests.contract.path_consumer import CONTEXT, DEADLINE_S, MIB, Consumer, digest
 from tests.receiving import slot_write
 from tests.waiting import until
@@ -168,11 +168,11 @@ CONTENTS = [(size, DTYPES[(n + m) % 3]) for m in range(3) for n, size in enumera
 """Every number of tokens with every dtype; four in a row hold all of both."""
 
 
-@pytest.mark.parametrize(("route", "content"), spread(ROUTES, CONTENTS, 4), indirect=["route"])
+@pytest.mark.parametrize("nth", range(4))
 def test_item_arrives_bit_for_bit_beside_untouched_neighbours(
-    route: Route, writer: PathWriter, consumer: Consumer, content: tuple[int, torch.dtype]
+    route: Route, writer: PathWriter, consumer: Consumer, nth: int
 ) -> None:
-    num_tokens, dtype = content
+    num_tokens, dtype = turn(route, CONTENTS, nth, 4)
     src = host_tensor(num_tokens, dtype)
     consumer.fill(nbytes(src) + 2 * GUARD, FILL)
     slot = consumer.grant(GUARD, nbytes(src))
@@ -451,14 +451,11 @@ def test_a_slot_outside_the_memory_is_refused_and_the_path_goes_on(
     assert_serves(writer, consumer)
 
 
-@pytest.mark.parametrize(
-    ("route", "address"),
-    spread(ROUTES, ["", "nonsense", "tcp://*:x", "\ud800", "0", "::"], 3),
-    indirect=["route"],
-)
+@pytest.mark.parametrize("nth", range(3))
 def test_an_address_that_is_none_is_an_error(
-    writer: PathWriter, consumer: Consumer, address: str
+    route: Route, writer: PathWriter, consumer: Consumer, nth: int
 ) -> None:
+    address = turn(route, ["", "nonsense", "tcp://*:x", "\ud800", "0", "::"], nth, 3)
     src = source(writer, 10)
     slot = consumer.grant(0, nbytes(src))
     with pytest.raises(TransportError):
@@ -564,10 +561,11 @@ def test_a_consumer_that_stops_during_a_write_is_an_error_at_the_deadline(
     again.close()
 
 
-@pytest.mark.parametrize(("route", "at"), spread(ROUTES, [3, 6, 8, 9, 10], 2), indirect=["route"])
+@pytest.mark.parametrize("nth", range(2))
 def test_a_producer_that_is_killed_during_a_write_harms_no_other(
-    route: Route, writer: PathWriter, consumer: Consumer, at: int
+    route: Route, writer: PathWriter, consumer: Consumer, nth: int
 ) -> None:
+    at = turn(route, [3, 6, 8, 9, 10], nth, 2)
     size = 2 * MIB
     slot = consumer.grant(8 * MIB, size)
     ours, theirs = CONTEXT.Pipe()
