@@ -100,7 +100,9 @@ def document(report: Report) -> dict[str, Any]:
         {"title": title, "columns": [*rows[0]], "rows": [[*row.values()] for row in rows]}
         for title, rows in report.tables.items()
     ]
-    found = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(report), "tables": tables}
+    # Not by `dataclasses.asdict`, which makes wrong copies of counters.
+    fields = {each.name: getattr(report, each.name) for each in dataclasses.fields(report)}
+    found = {"schema_version": SCHEMA_VERSION, **fields, "tables": tables}
     rounded: dict[str, Any] = json.loads(
         json.dumps(found), parse_float=lambda x: round(float(x), 9)
     )

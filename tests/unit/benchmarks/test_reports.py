@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,14 @@ def test_a_page_begins_with_its_command_and_says_where_it_ran_and_what_was_left_
     assert "device 0" not in page
     assert "both ends on device 0, the only one" in transfer.describe_place("npu", "x", 1)
     assert "consumer on device 1" in transfer.describe_place("npu", "x", 8)
+
+
+def test_a_report_of_counters_can_be_written(tmp_path: Path) -> None:
+    counted = Counter({"encode-0": 1.5})
+    made = dataclasses.replace(transfer_page(), samples=[{"cpu_s": counted}])
+    report.write(made, tmp_path / "report.json")
+    written = json.loads((tmp_path / "report.json").read_text("utf-8"))
+    assert written["samples"] == [{"cpu_s": {"encode-0": 1.5}}]
 
 
 def test_transfers_are_shown_against_memcpy_and_by_another_path_round_by_round() -> None:
