@@ -274,16 +274,6 @@ def test_a_sender_that_stops_can_be_woken(path: str, monkeypatch: pytest.MonkeyP
     sender.close()
 
 
-def test_close_waits_for_transfers_within_its_linger_time(path: str, pd: PrefillSide) -> None:
-    sender = make_sender(path)
-    begin(sender, pd)
-    closing = threading.Thread(target=sender.close, args=(DEADLINE_S,))
-    closing.start()
-    pd.step_until(lambda: not closing.is_alive())
-    pd.step()
-    assert pd.placed == ["cat"]
-
-
 def test_short_copy_runs_on_the_sending_thread_and_a_long_one_beside(
     sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
