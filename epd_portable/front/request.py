@@ -202,7 +202,8 @@ class OpenRequest:
             expected_s: Seconds of encoding.
         """
         self.reserved[item_uuid] = reserved = contextlib.ExitStack()
-        reserved.enter_context(encoder.reserved_job(item_uuid, expected_s))
+        reserved.enter_context(encoder.in_flight(item_uuid))
+        reserved.enter_context(encoder.encoding(expected_s))
 
     def release(self, *item_uuids: str) -> None:
         """Take `reserve` back for these items."""

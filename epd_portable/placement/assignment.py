@@ -169,7 +169,8 @@ def _choose_encoders(
             found[item.item_uuid] = encoder = choose(item, ())
             if encoder is not None:
                 # Not in flight yet, but the next item's choice must see it.
-                reserved.enter_context(encoder.reserved_job(item.item_uuid, times.of(item)))
+                reserved.enter_context(encoder.in_flight(item.item_uuid))
+                reserved.enter_context(encoder.encoding(times.of(item)))
     return found
 
 

@@ -368,16 +368,6 @@ class Instance(Backlog):
         """Return a context that counts one request, or an encode job for an item."""
         return InFlight(self, item=item)
 
-    @contextlib.contextmanager
-    def reserved_job(self, item: str, seconds: float) -> Iterator[None]:
-        """Count an encode job that is assigned and has not started.
-
-        Args:
-            seconds: Of encoding.
-        """
-        with self.in_flight(item), self.encoding(seconds):
-            yield
-
     def retained(self) -> InFlight:
         """Return a context in which the instance is needed, without load."""
         return InFlight(self, load=0)
