@@ -42,7 +42,7 @@ PROBES = 24
 """At least so many within ``launch.hung_after_s``."""
 _PROBE_THREADS = 64
 """So many silent processes at a time; while there are more, some are probed less often."""
-_NOTE_EVERY_S = 3.0
+NOTE_EVERY_S = 3.0
 _ORPHAN_GRACE_S = 1.0
 DRAIN_MARGIN_S = 5.0
 """What a front may take longer than its own grace, to close what is left."""
@@ -211,7 +211,7 @@ class Supervisor:
                 self._bury(name)
                 self._perform(self._lifecycle.exited(name, how, now))
         self._probe(now)
-        if self._is_due("note", now, _NOTE_EVERY_S):
+        if self._is_due("note", now, NOTE_EVERY_S):
             self._note_shared_memory()
         self._perform(self._lifecycle.tick(time.monotonic()))
         if self._lifecycle.phase is Phase.SERVING:
@@ -236,6 +236,8 @@ class Supervisor:
             if self._children.get(name) is not child:
                 continue  # It has ended meanwhile.
             if probe.result():
+                if self._lifecycle.states()[name] == "starting":
+                    self._note_shared_memory()  # It may be killed before the next time.
                 self._perform(self._lifecycle.healthy(name, now))
             else:
                 self._perform(self._lifecycle.silent(name, asked_at, now))

@@ -301,6 +301,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         joins: Sequence[str] = (),
         apart: Sequence[str] = (),
         pauses_s: tuple[float, float] = (1.0, 30.0),
+        note_every_s: float = 3.0,
         until: str = "ready:",
         **launch: Any,
     ) -> Run:
@@ -308,11 +309,13 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
         ``specs`` are further fields of processes, by their names, ``joins`` the fronts that all
         join, ``apart`` those that join the launcher's own, ``pauses_s`` the shortest and the
-        longest before a restart, all others keys of ``launch``.
+        longest before a restart, ``note_every_s`` the time between two looks at shared
+        memory, all others keys of ``launch``.
         """
         launch = {"stop_grace_s": 2.0, **launch}
         settings = {"drain_s": drain_s, "secret": secret, "as_json": as_json}
         settings |= {"joins": joins, "apart": apart, "pauses_s": pauses_s}
+        settings["note_every_s"] = note_every_s
         runs.append(Run(tmp_path, servers, launch, popen or {}, specs or {}, **settings))
         runs[-1].wait_for(until)
         return runs[-1]

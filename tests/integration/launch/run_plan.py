@@ -14,8 +14,7 @@ from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
 from epd_portable.launch.commands.command_line import printer
 from epd_portable.launch.plan.processes import Plan, ProcessSpec
-from epd_portable.launch.run import lifecycle
-from epd_portable.launch.run.supervisor import Supervisor
+from epd_portable.launch.run import lifecycle, supervisor
 
 
 def main() -> None:
@@ -44,7 +43,8 @@ def main() -> None:
     )
     if "pauses_s" in raw:
         lifecycle.FIRST_PAUSE_S, lifecycle.LONGEST_PAUSE_S = raw["pauses_s"]
-    supervisor = Supervisor(
+    supervisor.NOTE_EVERY_S = raw.get("note_every_s", supervisor.NOTE_EVERY_S)
+    running = supervisor.Supervisor(
         plan,
         Launch.model_validate(raw["launch"]),
         secret=Secret(raw.get("secret", "0" * 64)),
@@ -54,7 +54,7 @@ def main() -> None:
         say=printer(as_json=raw.get("as_json", False)),
     )
     try:
-        supervisor.run()
+        running.run()
     except LaunchError as error:
         print(f"failed: {error}", flush=True)
         sys.exit(1)

@@ -1,6 +1,6 @@
 """A small HTTP server that stands in for an engine: real process, real port, no model.
 
-It answers ``/health``, owns a ``/dev/shm`` file and a child process as an engine does. It does not
+It answers ``/health``, maps a ``/dev/shm`` file and a child process as an engine does. It does not
 reproduce anything that an engine computes. It can be told to become ill:
 
 - ``/become/503``: what ``/health`` answers from now on
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -67,6 +68,7 @@ class Answer(BaseHTTPRequestHandler):
 
 options: argparse.Namespace
 status = 200
+mapped: list[mmap.mmap] = []
 
 
 def chat() -> None:
@@ -97,7 +99,10 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {})
     print("Starting to load model nothing", flush=True)
     if options.shm:
-        Path("/dev/shm", options.shm).write_bytes(b"x" * 4096)
+        file = Path("/dev/shm", options.shm)
+        file.write_bytes(b"x" * 4096)
+        with file.open("rb") as opened:
+            mapped.append(mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ))
     if options.fail:
         raise ValueError(options.fail)
     if options.stubborn:

@@ -113,6 +113,15 @@ def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
     run.stop()
 
 
+def test_shared_memory_of_a_process_killed_as_soon_as_it_is_up_is_removed(launch: Launch) -> None:
+    run = launch({"encode-0": ["--shm={shm}"]}, note_every_s=600.0, pauses_s=(600.0, 600.0))
+    [file] = sessions.SHM.glob(f"epd-{run.run_id}-*")
+    os.kill(run.pid_of("encode-0"), signal.SIGKILL)
+    run.wait_for("restarting")
+    assert not file.exists()
+    run.stop()
+
+
 def test_what_cannot_be_started_again_is_tried_again_and_the_rest_serves(launch: Launch) -> None:
     """Its log cannot be opened, nor read: somebody has taken the folder away."""
     run = launch({"encode-0": [], "front": []}, pauses_s=FAST_RESTART)
