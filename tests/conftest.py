@@ -8,7 +8,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,25 @@ def pytest_runtest_makereport(
     if resume and call.when == "call" and report.passed:
         with resume.open("a", encoding="utf-8") as file:
             print(item.nodeid, file=file)
+    if report.failed:
+        report.sections += _ends_of_logs(getattr(item, "funcargs", {}).values())
     return report
+
+
+LOG_LINES, LOG_CHARACTERS = 40, 240
+"""Of each log that a failed test shows."""
+
+
+def _ends_of_logs(fixtures: Iterable[Any]) -> list[tuple[str, str]]:
+    """Return the end of each log of a topology among some fixtures."""
+    folders = [getattr(getattr(each, "split", each), "log_dir", None) for each in fixtures]
+    paths = {path for each in folders if isinstance(each, Path) for path in each.glob("*.log")}
+    ends = []
+    for path in sorted(paths):
+        lines = path.read_text("utf-8", "replace").splitlines()[-LOG_LINES:]
+        text = "\n".join(line[:LOG_CHARACTERS] for line in lines)
+        ends.append((f"end of {path.name}", text))
+    return ends
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
