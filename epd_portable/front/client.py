@@ -462,7 +462,7 @@ class SplitClient(AsyncMPClient):
         self._at_engines[engine_id] = one
         for each in brought:
             if each.encoder is not None:
-                expected_s = self._servers * self._jobs.times.of(each.item)
+                expected_s = self._servers * self._jobs.times.of(each.item, each.encoder.name)
                 one.reserve(each.item.item_uuid, each.encoder, expected_s)
         try:
             with while_up(engine.instance.in_flight()) as use:

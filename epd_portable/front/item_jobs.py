@@ -30,7 +30,6 @@ from epd_portable.placement.assignment import (
     FailureKind,
     RetryBudget,
 )
-from epd_portable.placement.estimates import EncodeTimes
 from epd_portable.placement.instances import InFlight, Instance, WentDownError, while_up
 from epd_portable.vllm_plugin.requests import encode_request
 from epd_portable.wire.params import EncodeTransfer
@@ -74,7 +73,7 @@ class ItemJobs:
         job_s: float | None = None,
         spans: Spans | None = None,
     ) -> None:
-        self.times = EncodeTimes()
+        self.times = engines.pool.encode_times
         self.requested: dict[str, asyncio.Event] = {}
         self.resets = 0
         self._engines = engines
@@ -151,7 +150,7 @@ class ItemJobs:
                         one.selection.note_job(item, encoder)
                         # The first token may come before the reply to the job.
                         one.exchange.encoded[item.item_uuid] = encoder
-                        expected_s = self._servers * self.times.of(item)
+                        expected_s = self._servers * self.times.of(item, encoder.name)
                         with (
                             encoder.encoding(expected_s),
                             self._span(one, item, encoder) as span,
@@ -235,7 +234,7 @@ class ItemJobs:
             return EncodeFailure(kind=FailureKind.ERROR, reason=f"ended the job with {reason}")
         now = time.monotonic()
         # Until it had done the job before, it did not work on this one.
-        self.times.observe(item, now - max(begun, encoder.answered_at))
+        self.times.observe(item, now - max(begun, encoder.answered_at), encoder.name)
         encoder.answered_at = now
         self._metrics.encode_s.labels(encoder.name).observe(now - begun)
         return None

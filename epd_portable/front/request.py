@@ -306,8 +306,12 @@ class EngineChoices:
         """Return the usable engine that should encode an item; none of those names."""
         # The first token waits for the last part of a video.
         first = _pending if item.is_part else None
-        chosen = self.pool.choose_encoder(item.item_uuid, exclude, first=first)
-        return self._explained("encode", chosen, "an item's hash, below the load bound", item)
+        times = self.pool.encode_times
+        chosen = self.pool.choose_encoder(
+            item.item_uuid, exclude, first=first, seconds=lambda each: times.of(item, each.name)
+        )
+        by = "an item's hash, below the load bound, where it does not end late"
+        return self._explained("encode", chosen, by, item)
 
     def note_engine(self, engine: Instance) -> int:
         """Record that an engine is to generate; return the tokens that it has to compute."""

@@ -126,8 +126,11 @@ def assign_items(
     first: Collection[str] = ()
     chosen = [encoder for encoder in encoders.values() if encoder is not None]
     if elastic is not None and len(chosen) == len(encoders):
-        times_s = [times.of(item) for item in items if item.item_uuid in encoders]
-        first = [*encoders][: count_local_first(times_s, chosen, here, elastic.threshold)]
+        open_items = [item for item in items if item.item_uuid in encoders]
+        here_s = [times.of(item) for item in open_items]
+        there_s = [times.of(item, each.name) for item, each in zip(open_items, chosen, strict=True)]
+        count = count_local_first(here_s, there_s, chosen, here, elastic.threshold)
+        first = [*encoders][:count]
     found = []
     for item in items:
         encoder = encoders.get(item.item_uuid)
@@ -170,12 +173,16 @@ def _choose_encoders(
             if encoder is not None:
                 # Not in flight yet, but the next item's choice must see it.
                 reserved.enter_context(encoder.in_flight(item.item_uuid))
-                reserved.enter_context(encoder.encoding(times.of(item)))
+                reserved.enter_context(encoder.encoding(times.of(item, encoder.name)))
     return found
 
 
 def count_local_first(
-    times_s: Sequence[float], encoders: Sequence[Instance], here: Instance, threshold: float
+    here_s: Sequence[float],
+    there_s: Sequence[float],
+    encoders: Sequence[Instance],
+    here: Instance,
+    threshold: float,
 ) -> int:
     """Return how many of a request's first items the prefill+decode instance should encode.
 
@@ -184,24 +191,26 @@ def count_local_first(
     with what is left.
 
     Args:
-        times_s: Seconds of encoding for each item, in the order of the prompt. At the first 0, for
-            an unknown time, the count ends.
+        here_s: Seconds that each item takes at ``here``, in the order of the prompt. At the first
+            0, for an unknown time, the count ends.
+        there_s: Seconds that each takes at its encoder.
         encoders: Encoder of each item otherwise.
-        here: The prefill+decode instance; it takes as long for an item.
+        here: The prefill+decode instance.
         threshold: See `ElasticEncoding`.
     """
     end_s = {encoder: encoder.pending_encode_s for encoder in encoders}
-    for time_s, encoder in zip(times_s, encoders, strict=True):
-        end_s[encoder] += time_s
-    here_s = here.pending_encode_s
-    for count, (time_s, encoder) in enumerate(zip(times_s, encoders, strict=True)):
-        here_s += time_s
-        if not time_s or threshold * here_s >= max(end_s.values()):
+    for job_s, encoder in zip(there_s, encoders, strict=True):
+        end_s[encoder] += job_s
+    end_here_s = here.pending_encode_s
+    jobs = zip(here_s, there_s, encoders, strict=True)
+    for count, (item_s, job_s, encoder) in enumerate(jobs):
+        end_here_s += item_s
+        if not item_s or threshold * end_here_s >= max(end_s.values()):
             return count
-        end_s[encoder] -= time_s
+        end_s[encoder] -= job_s
         if encoder not in encoders[count + 1 :]:
             del end_s[encoder]
-    return len(times_s)
+    return len(here_s)
 
 
 class FailureKind(enum.StrEnum):

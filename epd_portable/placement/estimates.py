@@ -37,20 +37,26 @@ _Found = TypeVar("_Found")
 
 
 class EncodeTimes:
-    """Average seconds that encoders take for an item, by modality and size."""
+    """Average seconds that encoders take for an item, by modality and size: of each, and of all."""
 
     def __init__(self) -> None:
-        self._averages: dict[tuple[str, int], float] = {}
+        self._averages: defaultdict[str, dict[tuple[str, int], float]] = defaultdict(dict)
 
-    def observe(self, item: RequestItem, seconds: float) -> None:
-        """Take in one encode job."""
+    def observe(self, item: RequestItem, seconds: float, encoder: str = "") -> None:
+        """Take in one encode job of an encoder, given by its name."""
         kind = item.modality, item.pixels.bit_length()
-        average = self._averages.get(kind, seconds)
-        self._averages[kind] = average + _NEW_ITEM * (seconds - average)
+        for averages in (self._averages[name] for name in {"", encoder}):
+            average = averages.get(kind, seconds)
+            averages[kind] = average + _NEW_ITEM * (seconds - average)
 
-    def of(self, item: RequestItem) -> float:
-        """Return the seconds for an item; 0 for an unknown size."""
-        return _nearest(self._averages, item.modality, item.pixels) or 0.0
+    def of(self, item: RequestItem, encoder: str = "") -> float:
+        """Return the seconds that an encoder takes for an item; 0 for an unknown size.
+
+        One that has encoded nothing of that size is taken for the average of all, as is no name.
+        """
+        known = (self._averages[name] for name in (encoder, "") if name in self._averages)
+        found = (_nearest(averages, item.modality, item.pixels) for averages in known)
+        return next((seconds for seconds in found if seconds), 0.0)
 
 
 class Work:

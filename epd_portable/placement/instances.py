@@ -22,7 +22,13 @@ from msgspec import Meta
 
 from epd_portable.config.roles import ROLE_LABEL, Duty, Role, duties_of
 from epd_portable.errors import EPDError
-from epd_portable.placement.estimates import AnswerTimes, CacheEstimate, CacheSizes, Work
+from epd_portable.placement.estimates import (
+    AnswerTimes,
+    CacheEstimate,
+    CacheSizes,
+    EncodeTimes,
+    Work,
+)
 from epd_portable.placement.ring import HashRing
 
 logger = logging.getLogger(__name__)
@@ -30,6 +36,8 @@ logger = logging.getLogger(__name__)
 MAX_INSTANCES = 10_000
 FEW = 16
 """Largest number of instances whose loads are all compared; of more, two are."""
+ALIKE = 1.5
+"""Encoders are alike for an item if none takes so many times as long as the fastest."""
 InstanceState = Literal["up", "down", "draining"]
 """``draining``: no new work at all."""
 
@@ -420,6 +428,21 @@ class Seen(msgspec.Struct, array_like=True, frozen=True):
     came_s: list[tuple[tuple[Role, str, int], float]]
 
 
+def _without_late(encoders: Sequence[Instance], seconds: Sequence[float]) -> list[Instance]:
+    """Leave out encoders that are slow for an item, and would end it later than all others.
+
+    Args:
+        seconds: Time that each takes for the item.
+    """
+    limit_s = ALIKE * min(seconds)
+    found = [
+        (each, each.pending_encode_s + s, s <= limit_s)
+        for each, s in zip(encoders, seconds, strict=True)
+    ]
+    soonest_s = min(end_s for _, end_s, is_fast in found if is_fast)
+    return [each for each, end_s, is_fast in found if is_fast or end_s < soonest_s]
+
+
 class EndpointPool:
     """All instances; the lists to choose from follow every change of one.
 
@@ -438,6 +461,7 @@ class EndpointPool:
         self.clock = clock
         self.chance = chance or random.Random()
         self.work = Work()
+        self.encode_times = EncodeTimes()
         self._instances: dict[str, Instance] = {}
         self._watchers: list[Callable[[Instance], None]] = []
         duties: tuple[Duty, ...] = ("encode", "answer", "prefill")
@@ -492,17 +516,20 @@ class EndpointPool:
         exclude: Collection[str] = (),
         among: Collection[Instance] | None = None,
         first: Callable[[Instance], Any] | None = None,
+        seconds: Callable[[Instance], float] | None = None,
     ) -> Instance | None:
         """Return the usable instance that should encode an item.
 
         One that encodes it already has least to do for it, however busy it is. Otherwise a hash
         leads a repeated item to the encoder that has it in its cache, unless that one is too busy.
+        A slow one, such as a CPU beside a GPU, gets what it ends before all faster ones would.
 
         Args:
             key: Name of the item, or a text to hash in its place.
             exclude: Names of instances that must not have it, such as full ones.
             among: Instances that may have it; all by default.
             first: Rank: instances for which it is not least are left out.
+            seconds: Time that an instance takes for the item; by default equal for all.
         """
         left = [
             each
@@ -515,6 +542,8 @@ class EndpointPool:
         if first and left:
             least = min(map(first, left))
             left = [each for each in left if first(each) == least]
+        if seconds and left:
+            left = _without_late(left, [seconds(each) for each in left])
         return self._usable["encode"].choose(key, left)
 
     def choose_least_loaded(

@@ -74,7 +74,7 @@ class Scene:
     def first_here(self, items: list[Picture], busy: Busy = "idle") -> int:
         encoders = [self.encoders[n % len(self.encoders)] for n in range(len(items))]
         times_s = [self.times.of(item) for item in items]
-        return count_local_first(times_s, encoders, self.pd, THRESHOLDS["balanced"][busy])
+        return count_local_first(times_s, times_s, encoders, self.pd, THRESHOLDS["balanced"][busy])
 
     def tries(self, deadline_s: float = 30.0) -> EncodeTries:
         (item,) = pictures("p")
@@ -291,3 +291,12 @@ def test_times_follow_what_is_seen_by_kind() -> None:
             times.observe(large, 1.0)
         assert times.of(small) == pytest.approx(small_s, rel=1e-3)
         assert times.of(large) == pytest.approx(1.0)
+
+
+def test_an_item_of_a_slow_encoder_is_encoded_by_an_idle_instance() -> None:
+    scene = Scene(encoders=1)
+    counts = [
+        count_local_first([TIME_S], [factor * TIME_S], scene.encoders, scene.pd, threshold=2.0)
+        for factor in (1, 2, 3)
+    ]
+    assert counts == [0, 0, 1]

@@ -1,0 +1,68 @@
+"""Choice among encoders of unequal speed, such as CPU cores beside a GPU, in simulated time."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from contextlib import ExitStack
+from statistics import fmean
+
+import pytest
+
+from epd_portable.placement.instances import EndpointPool, Instance
+from tests.unit.builders import instance_settings
+from tests.unit.placement.profiles.situations import Picture
+
+GPU_S, CPU_S = 0.027, 0.43
+"""Seconds for an image of 1008² on a GPU and on the cores of its server."""
+IMAGE = Picture(item_uuid="any", pixels=1008 * 1008)
+
+
+def pool_of(**seconds: float) -> EndpointPool:
+    """Return encoders that are up, and known to take so many seconds for a picture."""
+    pool = EndpointPool(chance=random.Random(7))
+    for name, encode_s in seconds.items():
+        pool.add(instance_settings(name)).health.seen_up()
+        pool.encode_times.observe(IMAGE, encode_s, name)
+    return pool
+
+
+def choose(pool: EndpointPool, name: str) -> Instance:
+    chosen = pool.choose_encoder(name, seconds=lambda e: pool.encode_times.of(IMAGE, e.name))
+    assert chosen is not None
+    return chosen
+
+
+def simulate(pool: EndpointPool, *, load: float, count: int = 4000, seed: int = 1) -> list[float]:
+    """Return the seconds from arrival to encoded of random arrivals at a part of the GPU's rate."""
+    chance = random.Random(seed)
+    free_at = dict.fromkeys((each.name for each in pool.all), 0.0)
+    running: list[tuple[float, int, ExitStack]] = []
+    now, found = 0.0, []
+    for number in range(count):
+        now += chance.expovariate(load / GPU_S)
+        while running and running[0][0] <= now:
+            heapq.heappop(running)[2].close()
+        encoder = choose(pool, f"p{number}")
+        encode_s = pool.encode_times.of(IMAGE, encoder.name)
+        end = max(now, free_at[encoder.name]) + encode_s
+        # What an encoder has begun counts as a whole.
+        assert end <= max(now, free_at["gpu"]) + 2 * GPU_S
+        free_at[encoder.name] = end
+        stack = ExitStack()
+        stack.enter_context(encoder.in_flight(f"p{number}"))
+        stack.enter_context(encoder.encoding(encode_s))
+        heapq.heappush(running, (end, number, stack))
+        found.append(end - now)
+    while running:
+        running.pop()[2].close()
+    return found
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.9, 1.02])
+def test_a_slow_encoder_delays_no_image_and_helps_under_overload(load: float) -> None:
+    alone = simulate(pool_of(gpu=GPU_S), load=load)
+    helped = simulate(pool_of(gpu=GPU_S, cpu=CPU_S), load=load)
+    assert fmean(helped) <= fmean(alone) * 1.01
+    if load > 1:
+        assert fmean(helped) < 0.5 * fmean(alone)
