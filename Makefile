@@ -27,7 +27,7 @@ help:  ## List the commands
 env:  ## Make .venv with the package, its PLATFORM extra and the development tools
 	@$(PYTHON) -m ci.make_env --platform $(PLATFORM)
 
-check: env  ## Check format, lint, types and import layers
+check: env  ## Check format, lint, types, import layers and the documentation site
 	@ci/check.sh
 
 unit: env  ## Run the unit tests (half a minute, no engine)
@@ -63,5 +63,5 @@ demo: env  ## Ask a picture of an encode and a prefill+decode instance, and comp
 	$(DEMO_RUN)
 
 clean:  ## Remove caches and build outputs (environments stay: rm -r .venv*)
-	rm -rf .suite build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .site .suite build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

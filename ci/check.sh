@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every static check, from the repository root: format, lint, types, import layers.
+# Every static check, from the repository root: format, lint, types, import layers, documentation site.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=.venv/bin
@@ -8,3 +8,4 @@ bin=.venv/bin
 "$bin/ruff" check .
 "$bin/mypy"
 "$bin/lint-imports"
+NO_MKDOCS_2_WARNING=1 "$bin/mkdocs" build --quiet --strict

@@ -5,6 +5,7 @@ set -euo pipefail
 LIMIT_S=300
 
 declare -A packages=(
+    [chromium]="the documentation site is not looked at in a browser"
     [redis-server]="stores are tested in files only"
     [prometheus]="alerts and what scrapes metrics are not tested"
 )
