@@ -180,24 +180,35 @@ class PrefillEncoderCache(ItemTable):
         self._woken.pop(request.request_id, None)
         self.incomplete.discard(request.request_id)
 
-    def expire(self, claim: Claim, reason: str) -> None:
-        """End the time that a request waits for others to bring an item.
+    def expire(self, request: ItemRequest, reason: str) -> bool:
+        """End the time that a request waits for others to bring its items.
 
         An item that is being written may still come: its lease has a deadline. Otherwise the
         request encodes the item when it has space for that, or has lost it. Transfers for other
-        requests go on. ``reason`` is for requests that cannot encode the item.
+        requests go on.
+
+        Args:
+            reason: For the items that the request cannot encode.
+
+        Returns:
+            Whether it waited for others.
         """
-        item = claim.item
-        if not item.transfers or item.is_here or item.state in (State.LOCAL, State.ENCODING):
-            return
-        claim.expired = True
+        request.expired = True
         self.version += 1
-        if item.state is State.GRANTED:
-            return
-        if claim.metadata_only:
-            self._lose(claim, reason)
-        elif item.state is State.RESERVED:
-            self._vacate(item)
+        elsewhere = (State.WAITING, State.RESERVED, State.GRANTED)
+        awaited = [
+            each
+            for each in request.claims.values()
+            if each.item.transfers and each.item.state in elsewhere
+        ]
+        for claim in awaited:
+            if claim.item.state is State.GRANTED:
+                continue
+            if claim.metadata_only:
+                self._lose(claim, reason)
+            elif claim.item.state is State.RESERVED:
+                self._vacate(claim.item)
+        return bool(awaited)
 
     # -- space -----------------------------------------------------------------------------------
 
@@ -453,6 +464,8 @@ class PrefillEncoderCache(ItemTable):
         item = claim.item
         if item.state is State.LOCAL and claim.metadata_only:
             return False  # Another request is to encode it.
+        if item.state is State.RESERVED and claim.request.expired and not claim.metadata_only:
+            self._vacate(item)  # Transfers for requests that are paused have no deadline.
         if item.state is State.WAITING:
             if claim.by_transfer:
                 if not self._reserve(item):

@@ -237,10 +237,7 @@ class PrefillRequests:
             f"no item has come to {self._config.instance} for {self._watch.limit_s:g} s "
             "(twice transfer.wait_timeout_s)"
         )
-        awaited = [claim for claim in record.claims.values() if not claim.expired]
-        for claim in awaited:
-            self._cache.expire(claim, reason)
-        if not any(claim.expired for claim in awaited):
+        if record.expired or not self._cache.expire(record, reason):
             names = ", ".join(record.claims)
             detail = f"{reason}, and it waits for {names}: send it again"
             self._refuse(record, "unavailable", detail)

@@ -253,8 +253,7 @@ class ItemShell:
                 self._deadlines.append((now + self._wait_timeout_s, request_id))
                 continue
             reason = f"not delivered within {self._wait_timeout_s} s (transfer.wait_timeout_s)"
-            for claim in list(request.claims.values()):
-                self.cache.expire(claim, reason)
+            self.cache.expire(request, reason)
 
     # -- actions ---------------------------------------------------------------------------------
 

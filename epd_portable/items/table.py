@@ -145,6 +145,8 @@ class ItemRequest:
             running, tokens whose KV would be there if it began.
         lost: Reason for which it cannot have an item, by ``mm_hash``.
         failed: It will be ended without a response, and claims nothing any more.
+        expired: It has waited for others to bring its items as long as it may: from now on it
+            encodes an item that is not here, or has lost it.
         transfers: Transfers of its items, by ``mm_hash``.
         arrived_s: Time at which it was added.
         outcomes: Source of each item, by ``mm_hash``.
@@ -160,6 +162,7 @@ class ItemRequest:
     num_computed_tokens: int = 0
     lost: dict[str, str] = field(default_factory=dict)
     failed: bool = False
+    expired: bool = False
     transfers: Mapping[str, ExpectedTransfer] = field(default_factory=dict)
     arrived_s: float = 0.0
     outcomes: dict[str, ItemOutcome] = field(default_factory=dict)
@@ -203,7 +206,6 @@ class Claim:
         inputs: The item's places in the prompt, by index among the request's items.
         transfer_id: The request's own transfer of it; empty if it has none.
         place: Index of the first occurrence that is not computed, else `COMPUTED`.
-        expired: The request has waited for others to bring the item as long as it may.
     """
 
     request: ItemRequest
@@ -211,7 +213,6 @@ class Claim:
     transfer_id: str = ""
     inputs: dict[int, PromptItem] = field(default_factory=dict)
     place: int = COMPUTED
-    expired: bool = False
 
     @property
     def metadata_only(self) -> bool:
@@ -236,7 +237,7 @@ class Claim:
         serves that request: the item may be evicted before its turn.
         """
         item = self.item
-        if self.expired or not item.transfers:
+        if self.request.expired or not item.transfers:
             return False
         if self.transfer_id in item.transfers or (self.metadata_only and not self.transfer_id):
             return True

@@ -305,6 +305,26 @@ def test_transfer_is_dropped_while_its_item_is_encoded_locally(
     assert desk.cache.holders("a") == {"r", "s"}
 
 
+@pytest.mark.parametrize("reserved", [False, True], ids=["not reserved", "reserved"])
+def test_expired_request_encodes_an_item_that_others_await(desk: Desk, reserved: bool) -> None:
+    desk.claim("r", "cat", 6)
+    desk.reserve()
+    desk.deliver("cat")
+    assert not desk.cache.expire(desk.who("r"), "it was here at the deadline")
+    if reserved:
+        desk.compute_past("r")
+    desk.cache.reset()
+    desk.step()
+    desk.claim("s", "cat", 6)
+    if reserved:
+        assert desk.reserve() == ["cat"]
+        desk.preempt("r")
+    assert desk.reserve() == []
+    assert state(desk, "cat") is State.LOCAL
+    desk.encode("r")
+    assert desk.cache.check_and_update_cache(desk.request("s"), 0)
+
+
 def test_item_without_encoder_is_lost_with_its_last_transfer(desk: Desk) -> None:
     desk.claim("r", "a", 5, metadata_only=True)
     desk.claim("s", "a", 5)

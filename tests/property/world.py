@@ -72,8 +72,6 @@ class Pd:
         self.resident: list[Placement] = []
         self.unread: dict[str, Placement] = {}
         self.arrivals: dict[str, float] = {}
-        self.had: set[tuple[str, str]] = set()
-        """Items of requests that have been there at some time."""
 
     @property
     def clock(self) -> Clock:
