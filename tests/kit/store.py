@@ -48,6 +48,7 @@ class Shelf:
         is_blocked: Reads do not end.
         fails: Probability that a read fails.
         seen: Count of events.
+        reads: Number of reads that have ended.
     """
 
     def __init__(self, clock: Clock, pool: PoolMemory, rng: Random, *, fails: float = 0.0) -> None:
@@ -55,8 +56,10 @@ class Shelf:
         self.is_blocked = False
         self.fails = fails
         self.seen: Counter[str] = Counter()
+        self.reads = 0
         self._pool, self._rng = pool, rng
         self._reading: list[_Reading] = []
+        self._registry = CollectorRegistry()
         peer = PeerDescriptor(
             instance="prefill_decode-0",
             session="prefill_decode-0-life-1",
@@ -75,9 +78,16 @@ class Shelf:
                 timeout_s=TIMEOUT_S,
                 wake=lambda: None,
                 breaker=CircuitBreaker(clock=clock, chance=lambda: 0.5),
-                metrics=StoreMetrics("pd", CollectorRegistry()),
+                metrics=StoreMetrics("pd", self._registry),
                 clock=clock,
             )
+
+    @property
+    def errors(self) -> int:
+        """Loads that ended with an error, as all do that are later than the loader's timeout."""
+        value = self._registry.get_sample_value("epd_pd_store_items_total", {"result": "error"})
+        assert value is not None
+        return int(value)
 
     @property
     def waiting(self) -> int:
@@ -115,6 +125,7 @@ class Shelf:
                 self._end(each.load, each.content)
 
     def _end(self, load: Any, content: str | None) -> None:
+        self.reads += 1
         self.seen["loads that were late"] += load.too_slow
         if self._rng.random() < self.fails:
             self.seen["loads that failed"] += 1

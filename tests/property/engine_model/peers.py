@@ -100,6 +100,9 @@ class Front:
         encoders: All.
         later: Calls something in so many turns.
         give_up: Called with a job when no encoder is left for it.
+
+    Attributes:
+        asked: Number of times that an encoder was asked, full ones among them.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class Front:
     ) -> None:
         self._rng, self._encoders, self._later, self._give_up = rng, encoders, later, give_up
         self.jobs: dict[str, Job] = {}
+        self.asked = 0
 
     def ask(self, job: Job) -> None:
         """Have another encoder do a job; give it up if none is left."""
@@ -119,6 +123,7 @@ class Front:
         left = [each for each in self._encoders if each.name not in job.asked]
         if left:
             encoder = self._rng.choice(left)
+            self.asked += 1
             if not encoder.is_perfect and self._rng.random() < 0.1:
                 encoder.seen["jobs that a full engine refused"] += 1
                 self._later(self._rng.choice([1, 20]), lambda: self.ask(job))

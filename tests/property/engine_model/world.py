@@ -426,6 +426,7 @@ class World:
         excused = (
             self.shape.faults
             or self.shape.flaws
+            or bool(self.store.errors)
             or request_id in self._saw_reset
             # Who computes again needs items again, and may have to take those of others.
             or bool(self.engine.recomputed)
@@ -470,6 +471,8 @@ class World:
             self._count,
             len(self._coming),
             sum(encoder.writes_ended for encoder in self.encoders),
+            self.front.asked,
+            self.store.reads,
             len(engine.recomputed),
         )
         if (
