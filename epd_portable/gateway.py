@@ -107,8 +107,8 @@ class _Body:
             yield piece
 
 
-class _Metrics:
-    """What the gateway counts, at ``/metrics``."""
+class GatewayMetrics:
+    """Metrics of a gateway, at ``/metrics``."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -137,7 +137,7 @@ class Gateway:
 
     def __init__(self, fronts: Sequence[str], tls: ssl.SSLContext | None = None) -> None:
         self.fronts = [FrontServer(URL(each.rstrip("/"))) for each in fronts]
-        self.metrics = _Metrics()
+        self.metrics = GatewayMetrics()
         self._tls = tls if tls is not None else True
         self._held_bytes = 0
         self._is_draining = False

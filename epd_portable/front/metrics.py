@@ -27,14 +27,20 @@ class InstanceCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """See `Collector`."""
         gauge, each_one = GaugeMetricFamily, ("instance", "role")
-        up = gauge("epd_front_instance_up", "1 if healthy.", labels=each_one)
-        load = gauge("epd_front_instance_in_flight", "Requests or jobs in flight.", labels=each_one)
+        up = gauge("epd_front_instance_up", "1 while an engine is up.", labels=each_one)
+        load = gauge(
+            "epd_front_instance_in_flight",
+            "Requests or jobs in flight at an engine.",
+            labels=each_one,
+        )
         owed = gauge(
-            "epd_front_owed_seconds", "Work given and not done, of one instance.", labels=["role"]
+            "epd_front_owed_seconds",
+            "Work given to engines of a role and not ended, in seconds of one engine.",
+            labels=["role"],
         )
         came = CounterMetricFamily(
             "epd_front_work_seconds",
-            "Work that came, of one instance of a role, by kind.",
+            "Work that came, in seconds of one engine.",
             labels=["role", "modality", "size"],
         )
         by_role: dict[str, float] = {}
@@ -69,36 +75,36 @@ class FrontMetrics:
         self.admission = AdmissionMetrics(self.registry, "epd_front")
         self.requests = Counter(
             "epd_front_requests",
-            "HTTP requests, by status of the response.",
+            "HTTP requests by status; 0: the client disconnected before the response.",
             ("status",),
             registry=self.registry,
         )
         self.items = Counter(
             "epd_front_items",
-            "Media items by what became of them.",
+            "Items by outcome.",
             ("outcome",),
             registry=self.registry,
         )
         self.elastic = Counter(
             "epd_front_elastic_items",
-            "Items that the engine that answers encodes by choice, by reason.",
+            "Items that generating engines encode by choice.",
             ("reason",),
             registry=self.registry,
         )
         self.sent_again = Counter(
             "epd_front_sent_again",
-            "Requests that were sent to an engine once more.",
+            "Requests that were sent to an engine once more after a failure.",
             registry=self.registry,
         )
         self.prefills = Counter(
             "epd_front_prefills",
-            "Requests to decode engines, by where their prompts are computed.",
+            "Requests to decode engines by place of prefill.",
             ("where",),
             registry=self.registry,
         )
         self.jobs = Counter(
             "epd_front_encode_jobs",
-            "Encode jobs that have ended, by end.",
+            "Encode jobs by engine and end.",
             ("instance", "end"),
             registry=self.registry,
         )
@@ -111,12 +117,12 @@ class FrontMetrics:
         )
         self.fetches = Counter(
             "epd_front_media_fetches",
-            "Media named by URL, by what became of the fetch.",
+            "Media that requests name by URL, by result.",
             ("result",),
             registry=self.registry,
         )
         self.fetched_bytes = Counter(
-            "epd_front_media_fetched_bytes", "Bytes of fetched media.", registry=self.registry
+            "epd_front_media_fetched_bytes", "Bytes of fetched files.", registry=self.registry
         )
         self.fetch_s = Histogram(
             "epd_front_media_fetch_seconds",

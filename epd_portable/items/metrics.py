@@ -71,7 +71,7 @@ class SenderMetrics(Instruments):
         counter = self._counter
         self.transfers = counter(
             "epd_encode_transfers",
-            "Transfers begun, by where the output comes from.",
+            "Transfers begun, by source of the output.",
             "source",
             ("encoder", "cache", "host"),
         )
@@ -103,7 +103,7 @@ class ConsumerMetrics(Instruments):
         self._room: tuple[int, int, int] | None = None
         self._items = counter(
             "epd_pd_items",
-            "Items of requests that have ended, by where they came from.",
+            "Items of requests that have ended, by source.",
             "source",
             get_args(Source),
         )
@@ -112,7 +112,7 @@ class ConsumerMetrics(Instruments):
         )
         self.requests_failed = counter(
             "epd_pd_requests_failed",
-            "Requests that could not be answered.",
+            "Requests that failed for an item.",
             "code",
             get_args(RequestFailure),
         )
@@ -121,11 +121,11 @@ class ConsumerMetrics(Instruments):
             "Waits for items that nothing but the deadline of all claims ended: faults.",
         )
         self.not_needed = counter(
-            "epd_pd_not_needed", "Answers that an item is there already or not wanted."
+            "epd_pd_not_needed", "Replies that an item exists already or is not needed."
         )
         self.refusals = counter(
             "epd_pd_refusals",
-            "Encoders that were refused, or gave up what another is to bring.",
+            "Encoders that were refused, or cancelled an item that another delivers.",
             "code",
             _CODES,
         )

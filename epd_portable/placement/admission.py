@@ -266,21 +266,21 @@ class AdmissionMetrics:
     def __init__(self, registry: CollectorRegistry, front: str) -> None:
         self.waiting = Gauge(
             f"{front}_admission_waiting",
-            "Requests that wait to be let in.",
+            "Requests that wait for admission.",
             ("priority",),
             registry=registry,
             multiprocess_mode="livesum",
         )
         self.wait_s = Histogram(
             f"{front}_admission_wait_seconds",
-            "Of those not let in at once.",
+            "Waiting time of requests that were not admitted at once.",
             ("priority",),
             registry=registry,
             buckets=_SECONDS,
         )
         self.refused = prometheus_client.Counter(
             f"{front}_admission_refused",
-            "Requests answered 429, by reason and by the limit that was reached.",
+            "Requests with status 429, by reason and reached limit.",
             ("reason", "limit"),
             registry=registry,
         )

@@ -24,7 +24,6 @@ from epd_portable import envs
 from epd_portable.config.load import OVERLAYS, PLATFORMS, parse_topology
 from epd_portable.config.schema import Topology
 from epd_portable.launch.notices import Event
-from tests.unit.instruments import of_an_instance, of_the_front, of_the_pool
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "epd_portable"
@@ -98,7 +97,7 @@ PROSE_BUDGET = {"semicolons": 5, "sentences of more than 30 words": 5, "banned w
 BANNED = (
     r"\b(?:pictures?|anew|whoever|whatever|nobody|beside|asks?|asked|tells?|told|says?|said|room)\b"
 )
-GENERATED = {"keys.md", "modules.md"}
+GENERATED = {f"{name}.md" for name in reference.PAGES}
 
 
 def test_prose_stays_within_its_budget() -> None:
@@ -406,22 +405,3 @@ def test_the_events_that_the_launcher_tells_programs_are_those_of_the_table() ->
     rows = re.findall(r"^\| (`.*?) \|", section.partition("\n## ")[0], re.MULTILINE)
     told = sorted(name for row in rows for name in CODE.findall(row))
     assert told == sorted([*typing.get_args(Event), "error"])
-
-
-def test_every_metric_of_an_instance_is_documented_with_its_type_label_and_meaning() -> None:
-    rows = re.findall(
-        r"^\| `(epd_\w+)` \| (\w+) \| (?:`(\w+)`|–) \| (.+) \|$", read(METRICS), re.MULTILINE
-    )
-    expected = []
-    for metric in of_an_instance():
-        name = f"{metric._name}_total" if metric._type == "counter" else metric._name
-        label = metric._labelnames[0] if metric._labelnames else ""
-        expected.append((name, metric._type, label, metric._documentation))
-    assert sorted(rows) == sorted(expected), "docs/metrics.md and the metrics of instances differ"
-
-
-def test_metrics_of_the_front_are_documented() -> None:
-    counted = {f"{m._name}_total" if m._type == "counter" else m._name for m in of_the_front()}
-    shown = {f"{f.name}_total" if f.type == "counter" else f.name for f in of_the_pool()}
-    rows = re.findall(r"^\| `(epd_front_\w+)` \|", read(METRICS), re.MULTILINE)
-    assert sorted(rows) == sorted(counted | shown)

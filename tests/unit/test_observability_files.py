@@ -13,10 +13,10 @@ import promql_parser
 import pytest
 import yaml
 
+from ci.instruments import of_an_instance, of_the_front, of_the_pool
 from epd_portable.config import roles as roles_module
 from epd_portable.placement.assignment import FailureKind
 from epd_portable.transfer.stores.metrics import Ask, Drop
-from tests.unit.instruments import of_an_instance, of_the_front, of_the_pool
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/observability"
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text("utf-8"))

@@ -44,9 +44,9 @@ class StoreMetrics:
 
         if side == "encode":
             self.writes = counter("writes", "Entries written.")
-            self.written_bytes = counter("written_bytes", "Their bytes.")
-            self.known = counter("known", "Outputs whose entry was there already.")
-            self.evictions = counter("evictions", "Entries removed to make room.")
+            self.written_bytes = counter("written_bytes", "Bytes of entries written.")
+            self.known = counter("known", "Outputs whose entry existed.")
+            self.evictions = counter("evictions", "Entries evicted.")
             self._drops = counter(
                 "drops", "Outputs that were not written, by reason.", "reason", Drop
             )
@@ -54,7 +54,7 @@ class StoreMetrics:
                 "queued_bytes", "Bytes of outputs that wait to be written.", "livesum"
             )
         else:
-            text = "Items that the store was asked for, by what came of it."
+            text = "Items by result of the query of the store."
             self._asks = counter("items", text, "result", Ask)
         if side == "pd":
             self.loaded_bytes = counter("loaded_bytes", "Bytes loaded.")

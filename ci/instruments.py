@@ -1,4 +1,4 @@
-"""Metrics of engines and of the front."""
+"""Metrics of engines, front and gateway, without a process of any."""
 
 from __future__ import annotations
 
@@ -18,14 +18,24 @@ def instruments_of(owner: object) -> list[MetricWrapperBase]:
     return [each for each in vars(owner).values() if isinstance(each, MetricWrapperBase)]
 
 
-def of_an_instance() -> Iterator[MetricWrapperBase]:
-    """Yield the metrics of workers and stores."""
+def of_a_generating_engine() -> Iterator[MetricWrapperBase]:
+    """Yield the metrics of an engine that receives items."""
     registry = CollectorRegistry()
-    for owner in (
-        *(made(registry) for made in (ConsumerMetrics, SenderMetrics)),
-        *(StoreMetrics(side, registry) for side in ("pd", "encode")),
-    ):
+    for owner in (ConsumerMetrics(registry), StoreMetrics("pd", registry)):
         yield from instruments_of(owner)
+
+
+def of_an_encode_engine() -> Iterator[MetricWrapperBase]:
+    """Yield the metrics of an engine that encodes items."""
+    registry = CollectorRegistry()
+    for owner in (SenderMetrics(registry), StoreMetrics("encode", registry)):
+        yield from instruments_of(owner)
+
+
+def of_an_instance() -> Iterator[MetricWrapperBase]:
+    """Yield the metrics of all engines."""
+    yield from of_a_generating_engine()
+    yield from of_an_encode_engine()
 
 
 def of_the_front() -> Iterator[MetricWrapperBase]:
