@@ -1,11 +1,12 @@
 """Logs of processes: files that only their user can read, their ends, and the lines that tell most.
 
-Logs show what requests hold, and the folder of a run has its secret. Writers have a log open to
+Logs show what requests hold. Writers have a log open to
 append, so that others may truncate it while they write, as ``logrotate`` does (``copytruncate``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -50,46 +51,27 @@ def make_private_folder(path: Path) -> None:
 
 
 def use_log_folder(path: Path) -> None:
-    """Make a folder for logs, or take one that is there.
+    """Make a folder for logs, or take one that is there; logs are private by their own modes.
 
-    One that others may enter is closed to them if it holds nothing but logs, otherwise refused, as
-    ``/var/log`` is. So is one of another user, who could put links in place of logs.
+    One of another user is refused, who could replace logs.
 
     Raises:
         ConfigError: It cannot be made or used; says what to do.
     """
+    problem = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with contextlib.suppress(FileExistsError):
             make_private_folder(path)
-        except FileExistsError:
-            if problem := _folder_problem(path):
-                raise ConfigError(f"log folder {path} {problem}") from None
-            path.chmod(0o700)
+        found = path.stat()
     except OSError as error:
         raise ConfigError(f"log folder {path} cannot be used: {error}") from error
-
-
-def _folder_problem(path: Path) -> str:
-    found = path.stat()
     if not stat.S_ISDIR(found.st_mode):
-        return "is no folder: name another"
-    if found.st_uid != os.geteuid():
-        return f"belongs to user {found.st_uid}, who could replace logs: name a folder of your own"
-    other = next((each.name for each in path.iterdir() if not _is_log(each)), None)
-    if found.st_mode & 0o077 and other is not None:
-        return (
-            f"has mode {stat.S_IMODE(found.st_mode):04o}, and others must not read logs; it holds "
-            f"{other} and is left as it is: name a folder for logs only, or chmod 700 {path}"
-        )
-    return ""
-
-
-def _is_log(path: Path) -> bool:
-    """Return whether this is ``<name>.log``, or an older part of one: ``<name>.log.1``."""
-    found = path.lstat()
-    ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-    return ours and ".log" in (path.suffix, path.with_suffix("").suffix)
+        problem = "is no folder: name another"
+    elif found.st_uid != os.geteuid():
+        problem = f"belongs to user {found.st_uid}, who could replace logs: name one of your own"
+    if problem:
+        raise ConfigError(f"log folder {path} {problem}")
 
 
 def open_log(path: Path) -> BinaryIO:
@@ -101,6 +83,9 @@ def open_log(path: Path) -> BinaryIO:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         file = os.fdopen(os.open(path, flags, 0o600), "ab")
+        if os.fstat(file.fileno()).st_uid != os.geteuid():
+            file.close()
+            raise PermissionError("it belongs to another user")
         os.fchmod(file.fileno(), 0o600)
     except OSError as error:
         raise LaunchError(f"log {path} cannot be written: {error}") from error
