@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 from pydantic import JsonValue
 
@@ -24,8 +24,6 @@ from epd_portable.transfer import registry
 
 DEFAULT_UTILIZATION = 0.92
 """vLLM's default of ``gpu_memory_utilization`` (0.30 to 0.32)."""
-
-T = TypeVar("T")
 
 Cores = tuple[int, ...]
 
@@ -150,9 +148,18 @@ def place_on_devices(
     """
     listed: list[str] = []
     for role, group in groups.items():
-        if group.devices is not None:
-            _check_devices(role, group, group.devices, available)
-            listed += group.devices
+        if group.devices is None:
+            continue
+        listed += group.devices
+        key, count = f"instances.{group_of(role)}.devices", len(group.devices)
+        if count != ranks_of(group):
+            raise ConfigError(
+                f"{key}: {count} devices for count {group.count} × tensor_parallel_size "
+                f"{group.tensor_parallel_size}; list {ranks_of(group)}"
+            )
+        if away := [one for one in group.devices if available is not None and one not in available]:
+            here = ", ".join(available or ()) or "none"
+            raise ConfigError(f"{key}: device {away[0]} is not here; there are {here}")
     unlisted = {role: group for role, group in groups.items() if group.devices is None}
     wanted = sum(map(ranks_of, unlisted.values()))
     if available is None:
@@ -174,40 +181,26 @@ def place_on_devices(
         role: group.devices or [*itertools.islice(supply, ranks_of(group))]
         for role, group in groups.items()
     }
-    placed = (
-        InstancePlacement(name=name, role=role, devices=own)
-        for role, name, own in _by_instance(groups, ranks)
-    )
-    return Placements(instances=tuple(placed))
+    instances = _instances(groups, "devices", ranks)
+    for each in instances:
+        if len({*each.devices}) < (width := len(each.devices)):
+            key = f"instances.{group_of(each.role)}.devices"
+            raise ConfigError(f"{key}: one instance needs {width} different devices")
+    return Placements(instances=instances)
 
 
-def _check_devices(
-    role: Role, group: InstanceGroup, devices: Sequence[str], available: Sequence[str] | None
-) -> None:
-    key, width = f"instances.{group_of(role)}.devices", group.tensor_parallel_size
-    if len(devices) != ranks_of(group):
-        raise ConfigError(
-            f"{key}: {len(devices)} devices for count {group.count} × tensor_parallel_size "
-            f"{width}; list {ranks_of(group)}"
-        )
-    if any(len(set(own)) < width for *_, own in _by_instance({role: group}, {role: devices})):
-        raise ConfigError(f"{key}: one instance needs {width} different devices")
-    for device in devices:
-        if available is not None and device not in available:
-            raise ConfigError(
-                f"{key}: device {device} is not here; there are {', '.join(available) or 'none'}"
-            )
-
-
-def _by_instance(
-    groups: Mapping[Role, InstanceGroup], ranks: Mapping[Role, Sequence[T]]
-) -> Iterator[tuple[Role, str, tuple[T, ...]]]:
-    """Yield role and name of each instance, and what its ranks have."""
+def _instances(
+    groups: Mapping[Role, InstanceGroup], kind: str, ranks: Mapping[Role, Sequence[Any]]
+) -> tuple[InstancePlacement, ...]:
+    """Return the instances of all groups, each with the devices or cores of its ranks."""
+    found = []
     for role, group in groups.items():
         width = group.tensor_parallel_size
         for index in range(group.count):
-            own = tuple(ranks[role][index * width : (index + 1) * width])
-            yield role, f"{group_of(role)}-{index}", own
+            own = {kind: tuple(ranks[role][index * width : (index + 1) * width])}
+            name = f"{group_of(role)}-{index}"
+            found.append(InstancePlacement(name=name, role=role, **own))
+    return tuple(found)
 
 
 def place_on_cores(groups: Mapping[Role, InstanceGroup], allowed: Sequence[int]) -> Placements:
@@ -232,34 +225,33 @@ def place_on_cores(groups: Mapping[Role, InstanceGroup], allowed: Sequence[int])
             warnings.append(f"core {again[0]} is in the list of more than one group: they share it")
         listed |= own
     count = sum(map(ranks_of, groups.values()))
-    bound: dict[Role, Sequence[Cores]] = dict.fromkeys(groups, ())
     if not listed and len(allowed) < count:
         warnings.append(
             f"the topology has {count} ranks for {len(allowed)} CPU cores "
             f"({_ranges(allowed)}): none is bound to a core, and they slow each other down"
         )
-        left: set[int] = set()
-    else:
-        rest = sorted(set(allowed) - listed)
-        unlisted = [group for group in groups.values() if group.cores is None]
-        if unlisted and not rest:
-            warnings.append("the lists take every core: groups without a list share those cores")
-            rest = sorted(allowed)
-        wanted = sum(map(ranks_of, unlisted))
-        shares = iter(_split(rest, wanted, "the rest of the topology", warnings))
-        for role, group in groups.items():
-            owner, ranks = f"instances.{group_of(role)}", ranks_of(group)
-            bound[role] = (
-                [*itertools.islice(shares, ranks)]
-                if group.cores is None
-                else _split(sorted(set(group.cores)), ranks, owner, warnings)
-            )
-        left = set(allowed).difference(*itertools.chain.from_iterable(bound.values()))
-    placed = (
-        InstancePlacement(name=name, role=role, cores=own)
-        for role, name, own in _by_instance(groups, bound)
+        unbound = _instances(groups, "cores", dict.fromkeys(groups, ()))
+        return Placements(instances=unbound, warnings=tuple(warnings))
+    rest = sorted(set(allowed) - listed)
+    wanted = sum(ranks_of(group) for group in groups.values() if group.cores is None)
+    if wanted and not rest:
+        warnings.append("the lists take every core: groups without a list share those cores")
+        rest = sorted(allowed)
+    shares = iter(_split(rest, wanted, "the rest of the topology", warnings))
+    bound: dict[Role, list[Cores]] = {}
+    for role, group in groups.items():
+        owner, ranks = f"instances.{group_of(role)}", ranks_of(group)
+        bound[role] = (
+            [*itertools.islice(shares, ranks)]
+            if group.cores is None
+            else _split(sorted(set(group.cores)), ranks, owner, warnings)
+        )
+    left = set(allowed).difference(*itertools.chain.from_iterable(bound.values()))
+    return Placements(
+        instances=_instances(groups, "cores", bound),
+        warnings=tuple(warnings),
+        rest=tuple(sorted(left)),
     )
-    return Placements(instances=tuple(placed), warnings=tuple(warnings), rest=tuple(sorted(left)))
 
 
 def _split(cores: list[int], ranks: int, owner: str, warnings: list[str]) -> list[Cores]:

@@ -11,9 +11,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -22,6 +21,7 @@ import httpx
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError, RefusedError
 from epd_portable.launch.notices import Notice
+from epd_portable.launch.plan.processes import Plan
 
 _TIMEOUT_S = 30.0
 _CONNECT_TIMEOUT_S = 5.0
@@ -100,11 +100,6 @@ class FrontClient:
                 f"front {self}: no instances in its response. Check the address."
             ) from error
 
-    def register(self, instance: Mapping[str, Any]) -> str:
-        """Register an instance (fields of `EngineSettings`); return the front process's id."""
-        front: str = self.request("POST", content=instance)["front"]
-        return front
-
     def request(
         self, method: str, path: str = "", content: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -147,10 +142,6 @@ class Registrar:
     """Every instance at the launcher's own front, or at every front that ``launch.join`` leads to.
 
     Args:
-        instances: Names of all instances.
-        members: Fields of `EngineSettings` of those to register.
-        own: Client of the front that ends with the launcher; ``None`` for none.
-        fronts: Base addresses of other fronts, or of names that several of them have.
         is_up: Returns whether an instance responds; a front forgets one that does not.
         leave_timeout_s: Longest wait for open requests of an instance that leaves.
         say: Called from several threads.
@@ -161,34 +152,33 @@ class Registrar:
 
     def __init__(
         self,
-        instances: Collection[str],
-        members: Sequence[Mapping[str, Any]],
+        plan: Plan,
         secret: Secret,
         *,
-        own: FrontClient | None,
-        fronts: Sequence[str],
         is_up: Callable[[str], bool],
         leave_timeout_s: float,
         say: Callable[[Notice], None],
     ) -> None:
         self.leaving = threading.Event()
-        self.instances = instances
-        self.members = {each["name"]: each for each in members}
         self.is_up = is_up
         self.leave_timeout_s = leave_timeout_s
         self.say = say
+        self._plan = plan
         self._secret = secret
-        self._urls = fronts
-        self._named: dict[str, list[str]] = {}
         self._unresolved: dict[str, LaunchError] = {}
-        self._own = _Front(self, own) if own else None
         self._fronts: dict[tuple[str, str], _Front] = {}
+        self._instances = [each["name"] for each in plan.members]
+        for spec in plan.processes:
+            if spec.role == "front":
+                self._instances = [each.name for each in plan.processes if each.role != "front"]
+                client = FrontClient(spec.url, secret, cert_file=spec.tls_cert_file)
+                self._fronts[spec.url, ""] = _Front(self, plan, client, is_own=True)
         self._thread = threading.Thread(target=self._run, name="epd-join", daemon=True)
 
     def start(self) -> None:
         """Begin to watch and register instances."""
-        if self._own:
-            self._own.start()
+        for front in self._fronts.values():
+            front.start()
         self._thread.start()
 
     def has_ended(self) -> bool:
@@ -198,49 +188,45 @@ class Registrar:
     def problems(self) -> dict[str, LaunchError | None]:
         """Return the instances that are not up at every front, each with the last reason."""
         found: dict[str, LaunchError | None] = {}
-        fronts = self._all()
-        for name in self.members if self._own is None else self.instances:
-            away = [each for each in fronts if not each.has_up(name)]
-            reasons = [each.problem_of(name) for each in away]
+        fronts = [*self._fronts.values()]
+        for name in self._instances:
+            away = [each for each in fronts if each.members[name].state != "up"]
             if away or not fronts:
-                reasons += self._unresolved.values()
-                found[name] = next(filter(None, reasons), None)
+                reasons = [each.members[name].problem or each.problem for each in away]
+                found[name] = next(filter(None, [*reasons, *self._unresolved.values()]), None)
         return found
 
     def noted(self) -> dict[str, str]:
         """Return the problems between instances that serve all the same, as fronts report them."""
-        members = (each for front in self._all() for each in front.members.items())
+        members = (each for front in [*self._fronts.values()] for each in front.members.items())
         return {name: member.noted for name, member in members if member.noted}
-
-    def _all(self) -> list[_Front]:
-        return [*([self._own] if self._own else ()), *self._fronts.values()]
-
-    def _is_named(self, url: str, address: str) -> bool:
-        return address in self._named[url]
 
     def _run(self) -> None:
         """Follow the names of the fronts until all are to leave, and return when they have."""
         while not self.leaving.is_set():
-            for url in self._urls:
+            for url in self._plan.joins:
                 try:
-                    self._named[url] = addresses_of(url)
+                    addresses = addresses_of(url)
                     self._unresolved.pop(url, None)
                 except LaunchError as error:  # Fronts that were known may still be there.
                     if str(self._unresolved.get(url)) != str(error):
                         self.say(Notice("warning", f"front {url}: {error}"))
                     self._unresolved[url] = error
-            for key in [key for key, front in self._fronts.items() if not front.is_alive()]:
-                del self._fronts[key]
-            for url, addresses in self._named.items():
+                    continue
+                for (of, address), front in [*self._fronts.items()]:
+                    if of == url:
+                        front.is_named = address in addresses
+                    if not front.is_alive():
+                        del self._fronts[of, address]
                 for address in addresses:
                     if (url, address) not in self._fronts:
                         client = FrontClient(url, self._secret, address=address)
-                        is_named = partial(self._is_named, url, address)
-                        front = self._fronts[url, address] = _Front(self, client, is_named)
+                        front = self._fronts[url, address] = _Front(self, self._plan, client)
                         front.start()
             self.leaving.wait(_LOOK_EVERY_S)
         for front in self._fronts.values():
-            front.join()
+            if not front.is_own:
+                front.join()
 
 
 @dataclass(slots=True)
@@ -262,43 +248,30 @@ class _Member:
     registered: str = ""
     joins: str | None = None
 
-    def take(self, seen: Mapping[str, Any]) -> None:
-        """Take in what the front reports."""
-        self.state, self.noted = seen["state"], seen.get("problem", "")
-        self.problem = LaunchError(seen["reason"]) if seen["reason"] else None
-
 
 class _Front(threading.Thread):
     """All instances at one front.
 
     Args:
-        is_named: Returns whether ``launch.join`` still leads there; by default the front is the
-            launcher's own, which comes and goes with others of its processes.
+        is_own: Whether it is the launcher's own, which comes and goes with the instances.
 
     Attributes:
         members: By the names of instances.
+        problem: Why the front did not respond to the last look.
+        is_named: Whether ``launch.join`` still leads there.
     """
 
     def __init__(
-        self,
-        registrar: Registrar,
-        client: FrontClient,
-        is_named: Callable[[], bool] | None = None,
+        self, registrar: Registrar, plan: Plan, client: FrontClient, *, is_own: bool = False
     ) -> None:
         super().__init__(name="epd-join", daemon=True)
-        self.members = {name: _Member() for name in registrar.members}
-        self._problem: LaunchError | None = None  # Why it did not respond to the last look.
+        self.members = {spec.name: _Member() for spec in plan.processes if spec.role != "front"}
+        self.problem: LaunchError | None = None
+        self.is_named = True
+        self.is_own = is_own
         self._registrar = registrar
         self._client = client
-        self._is_named = is_named
-
-    def has_up(self, name: str) -> bool:
-        """Return whether an instance is up there."""
-        return name in self.members and self.members[name].state == "up"
-
-    def problem_of(self, name: str) -> LaunchError | None:
-        """Return why an instance is not up there."""
-        return self.members.get(name, _Member()).problem or self._problem
+        self._to_register = {each["name"]: each for each in plan.members}
 
     def run(self) -> None:
         """Register each instance that is up, and again when the front restarts; then leave.
@@ -309,55 +282,49 @@ class _Front(threading.Thread):
         while not leaving.is_set():
             try:
                 self._look()
-                self._problem = None
+                self.problem = None
             except LaunchError as error:
-                if self._is_named and not self._is_named():
-                    self._warn_all(f"front {self._client} has gone")
+                if not self.is_named:
+                    self._warn(f"front {self._client} has gone", *self.members)
                     return
-                if self._is_named and str(error) != str(self._problem):
-                    self._warn_all(str(error))
-                self._problem = error
-            settled = [each.state in _SETTLED for each in self.members.values()]
-            leaving.wait(_LOOK_EVERY_S if settled and all(settled) else _JOINING_S)
-        if self._is_named:
+                if not self.is_own and str(error) != str(self.problem):
+                    self._warn(str(error), *self.members)
+                self.problem = error
+            settled = all(each.state in _SETTLED for each in self.members.values())
+            leaving.wait(_LOOK_EVERY_S if settled else _JOINING_S)
+        if not self.is_own:
             self._leave()
 
     def _look(self) -> None:
         front, seen = self._client.look()
         states = {each["name"]: each for each in seen}
-        if self._is_named is None:
-            for name in set(self._registrar.instances).difference(self._registrar.members):
-                if name in states:
-                    self.members.setdefault(name, _Member()).take(states[name])
-        for name, settings in self._registrar.members.items():
-            member = self.members[name]
+        for name, member in self.members.items():
             try:
-                self._follow(settings, member, states.get(name), front)
+                self._follow(name, member, states.get(name), front)
             except LaunchError as error:
                 if str(error) != str(member.problem):
-                    self._warn(name, str(error))
+                    self._warn(str(error), name)
                 member.problem = error
 
     def _follow(
-        self,
-        settings: Mapping[str, Any],
-        member: _Member,
-        seen: Mapping[str, Any] | None,
-        front: str,
+        self, name: str, member: _Member, seen: Mapping[str, Any] | None, front: str
     ) -> None:
-        name, registrar = settings["name"], self._registrar
-        if member.registered and seen is not None:
+        settings = self._to_register.get(name)
+        if seen is not None and (member.registered or settings is None):
             if seen["state"] == "up" and member.joins is not None:
                 self._say("joined", name, f"has joined {self._client}{member.joins}")
                 member.joins = None
-            member.take(seen)
+            member.state, member.noted = seen["state"], seen.get("problem", "")
+            member.problem = LaunchError(seen["reason"]) if seen["reason"] else None
+        elif settings is None:
+            return
         elif member.registered == front:
             # One that is down, or hangs, is removed after a while, and joins again.
             member.state, member.registered = "gone", ""
-            self._warn(name, f"front {self._client} has removed it")
-        elif registrar.is_up(name):
-            again = " again: the front has restarted" if member.registered else ""
-            member.registered, member.joins = self._client.register(settings), again
+            self._warn(f"front {self._client} has removed it", name)
+        elif self._registrar.is_up(name):
+            member.joins = " again: the front has restarted" if member.registered else ""
+            member.registered = self._client.request("POST", content=settings)["front"]
             member.problem = None
 
     def _leave(self) -> None:
@@ -369,7 +336,7 @@ class _Front(threading.Thread):
                     self._client.request("DELETE", f"/{name}")
                     there.append(name)
                 except LaunchError as error:
-                    self._warn(name, str(error))
+                    self._warn(str(error), name)
         end = time.monotonic() + self._registrar.leave_timeout_s
         while there:
             try:
@@ -377,20 +344,16 @@ class _Front(threading.Thread):
                 if time.monotonic() >= end:
                     raise LaunchError(f"front {self._client}: {left} requests are still open")
             except LaunchError as error:
-                for name in there:
-                    self._warn(name, str(error))
+                self._warn(str(error), *there)
                 return
             for name in [name for name in there if name not in left]:
                 there.remove(name)
                 self._say("left", name, f"has left {self._client}")
             time.sleep(_JOINING_S if there else 0.0)
 
-    def _warn_all(self, text: str) -> None:
-        for name in self.members:
-            self._warn(name, text)
-
-    def _warn(self, name: str, text: str) -> None:
-        self._registrar.say(Notice("warning", f"{name}: {text}"))
+    def _warn(self, text: str, *names: str) -> None:
+        for name in names:
+            self._registrar.say(Notice("warning", f"{name}: {text}"))
 
     def _say(self, event: Literal["joined", "left"], name: str, text: str) -> None:
         fields = {"instance": name, "front": str(self._client)}

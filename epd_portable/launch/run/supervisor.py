@@ -20,7 +20,7 @@ from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.processes import Plan
 from epd_portable.launch.plan.text import columns, ports_text
 from epd_portable.launch.run import sessions
-from epd_portable.launch.run.fronts import FrontClient, Registrar
+from epd_portable.launch.run.fronts import Registrar
 from epd_portable.launch.run.guard import Guard
 from epd_portable.launch.run.lifecycle import (
     HUNG_PROBES,
@@ -86,16 +86,8 @@ class Supervisor:
         self._lifecycle = Lifecycle(self._specs, launch, after)
         self._threads = ThreadPoolExecutor(_PROBE_THREADS, thread_name_prefix="epd-probe")
         self._probes: dict[Child, tuple[float, Future[bool]]] = {}  # With their starts.
-        front = self._specs.get("front")
         self._registrar = Registrar(
-            [spec.name for spec in self._instances],
-            plan.members,
-            secret,
-            own=FrontClient(front.url, secret, cert_file=front.tls_cert_file) if front else None,
-            fronts=plan.joins,
-            is_up=self._answers,
-            leave_timeout_s=drain_s,
-            say=self._say,
+            plan, secret, is_up=self._answers, leave_timeout_s=drain_s, say=self._say
         )
         self._problems_noted: dict[str, str] = {}
         self._stop_requests = 0
