@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import inspect
 import io
 import json
@@ -67,7 +66,13 @@ class CommandLine(click.Group):
         super().__init__(**settings)
         self._default = default
         self._json_errors = json_errors
-        self.params.append(_version_option())
+        engines = [f"{name} {version}" for name, version in installed_engines().items()]
+        found = ", ".join(engines) or "no vLLM is installed"
+        click.version_option(
+            package_name="epd-portable",
+            message=f"%(prog)s, version %(version)s ({found})",
+            help="Show the versions of the package and of the engine here, and exit.",
+        )(self)
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         """Add a command, whose first context, which may be without a parent, names its options."""
@@ -226,23 +231,3 @@ _TOPOLOGY_OPTIONS = (
 def topology_options(command: F) -> F:
     """Add the options of commands that plan a topology; see `PlanRequest.from_options`."""
     return functools.reduce(lambda found, option: option(found), _TOPOLOGY_OPTIONS[::-1], command)
-
-
-def _version_option() -> click.Option:
-    def show(context: click.Context, option: click.Parameter, wanted: bool) -> None:
-        if not wanted or context.resilient_parsing:
-            return
-        engines = [f"{name} {version}" for name, version in installed_engines().items()]
-        version = importlib.metadata.version("epd-portable")
-        found = ", ".join(engines) or "no vLLM is installed"
-        click.echo(f"{context.info_name}, version {version} ({found})")
-        context.exit()
-
-    return click.Option(
-        ["--version"],
-        is_flag=True,
-        expose_value=False,
-        is_eager=True,
-        callback=show,
-        help="Show the versions of the package and of the engine here, and exit.",
-    )

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Annotated
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from epd_portable.config.problems import in_one_line
 from epd_portable.errors import ConfigError
 
 OVERLAP = 1.35
@@ -18,9 +22,10 @@ OVERLAP = 1.35
 CLEAR_GAIN = 1.05
 """By less than this factor no way is preferred to replicas."""
 
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
+
+class Traffic(BaseModel):
     """Mean request, and device time of its stages.
 
     Attributes:
@@ -33,34 +38,26 @@ class Traffic:
         rate: Requests a second that are expected; 0 for as many as possible.
     """
 
-    encode: float
-    prefill: float
-    token: float
-    output: float
-    images: float
-    remote: float = 0.0
-    rate: float = 0.0
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    encode: Number
+    prefill: Number
+    token: Number
+    output: Number
+    images: Number
+    remote: Number = 0.0
+    rate: Number = 0.0
 
     @classmethod
     def read(cls, text: str) -> Traffic:
-        """Read ``encode=16,prefill=9,...``.
-
-        Raises:
-            ConfigError: Names the unknown, missing or wrong value.
-        """
-        known = {each.name: each.default for each in fields(cls)}
-        given = dict(part.partition("=")[::2] for part in text.split(","))
-        missing = [name for name in known if name not in (*given, "remote", "rate")]
+        """Read ``encode=16,prefill=9,...``; `ConfigError` names all that is wrong."""
         try:
-            values = {name: float(value) for name, value in given.items()}
-        except ValueError as error:
-            raise ConfigError(f"--advise {text}: {error}; write NAME=NUMBER,...") from error
-        if missing or values.keys() - known or not all(0 <= v < math.inf for v in values.values()):
+            return cls.model_validate(dict(part.partition("=")[::2] for part in text.split(",")))
+        except ValidationError as error:
             raise ConfigError(
-                f"--advise {text}: write numbers of 0 or more for {', '.join(known)}; only remote "
-                "and rate may be left out"
-            )
-        return cls(**values)
+                f"--advise {text}: {in_one_line(error)}. Write NAME=NUMBER,... for "
+                f"{', '.join(cls.model_fields)}; only remote and rate may be left out."
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,25 +89,17 @@ def _ways(traffic: Traffic, devices: int) -> Iterator[Way]:
     encode = traffic.images * traffic.encode
     decode = traffic.output * traffic.token
     generate = traffic.prefill + decode
-    stalls = traffic.encode + traffic.prefill
-    whole = _rate(devices, encode + generate)
-    yield Way(
-        name="replicas",
-        layout=f"encode_prefill_decode: {devices}",
-        requests_s=whole,
-        stall_ms=stalls,
-    )
+    hidden = min(encode, decode) * (1 - 1 / OVERLAP)
+    alike = f"encode_prefill_decode: {devices}"
+    whole, overlapped = (_rate(devices, encode + generate - each) for each in (0, hidden))
+    stall_ms = traffic.encode + traffic.prefill
+    yield Way(name="replicas", layout=alike, requests_s=whole, stall_ms=stall_ms)
     for encoders in range(1, devices):
         rate = min(_rate(encoders, encode), _rate(devices - encoders, generate))
         layout = f"encode: {encoders}, prefill_decode: {devices - encoders}"
         yield Way(name="split", layout=layout, requests_s=rate, stall_ms=traffic.prefill)
-    hidden = min(encode, decode) * (1 - 1 / OVERLAP)
-    yield Way(
-        name="overlapped (assumed, not run on hardware)",
-        layout=f"encode_prefill_decode: {devices}",
-        requests_s=_rate(devices, encode + generate - hidden),
-        stall_ms=traffic.prefill,
-    )
+    name = "overlapped (assumed, not run on hardware)"
+    yield Way(name=name, layout=alike, requests_s=overlapped, stall_ms=traffic.prefill)
     if traffic.remote:
         rate = _rate(devices, generate)
         encoders = math.ceil((traffic.rate or rate) * traffic.images * traffic.remote / 1000)
