@@ -85,8 +85,8 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
         config=Path(given.config),
         hardware=given.hardware,
         model=given.model,
-        overrides=tuple(given.set),
-    ).with_settings(*_BEHIND_SERVE)
+        overrides=(*given.set, *_BEHIND_SERVE),
+    )
     topology, plan = request.plan_elsewhere()
     settings = [f"--set={each}" for each in request.overrides]
     spec = LauncherSpec(

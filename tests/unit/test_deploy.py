@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import tomllib
@@ -187,7 +188,8 @@ def test_pods_have_devices_memory_and_time_by_their_plan(folder: Path) -> None:
             config=config, alone="encode" if command == "engine" else None, **options
         )
         if "launch.host=auto" in params["overrides"]:  # No address of this machine.
-            request = request.with_settings("launch.host=192.0.2.1")
+            overrides = (*request.overrides, "launch.host=192.0.2.1")
+            request = dataclasses.replace(request, overrides=overrides)
         topology, plan = request.plan_elsewhere()
         if plan.devices:
             limits = container["resources"]["limits"]

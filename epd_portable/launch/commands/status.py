@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import datetime
-import time
-from pathlib import Path
+import os
 
 import click
 
 from epd_portable.config.folders import temp_folder
 from epd_portable.errors import ConfigError, LaunchError
-from epd_portable.launch.commands.command_line import (
-    json_lines_option,
-    json_option,
-    one_line,
-    show,
-)
+from epd_portable.launch.commands.command_line import json_option, show
 from epd_portable.launch.plan.text import columns, ports_text
-from epd_portable.launch.run.logs import Tail
 from epd_portable.launch.run.running import RunRecord, find_runs
-
-_LOOK_EVERY_S = 0.3
 
 
 @click.command()
@@ -42,7 +33,9 @@ def status(as_json: bool) -> None:
 
 @click.command()
 @click.argument("instance", required=False)
-@click.option("-f", "--follow", is_flag=True, help="Follow the logs until Ctrl-C.")
+@click.option(
+    "-f", "--follow", is_flag=True, help="Follow the logs until the topology ends or Ctrl-C."
+)
 @click.option(
     "-n", "--lines", default=20, show_default=True, type=click.IntRange(0, 100_000),
     help="Lines to show from the end of each log.",
@@ -50,42 +43,21 @@ def status(as_json: bool) -> None:
 @click.option(
     "--run", "run_id", metavar="RUN", help="Which topology, where several run: its id in `status`."
 )
-@json_lines_option
-def logs(instance: str | None, follow: bool, lines: int, run_id: str | None, as_json: bool) -> None:
-    """Show the end of the logs of a running topology, of all processes or of INSTANCE.
+def logs(instance: str | None, follow: bool, lines: int, run_id: str | None) -> None:
+    """Show the end of the logs of a running topology, of all processes or of INSTANCE, by `tail`.
 
-      epd-launch logs -f encode-0
-      epd-launch logs -n 100 front
-
-    With --json each line is an object with schema_version, instance and text.
+    epd-launch logs -f encode-0
+    epd-launch logs -n 100 front
     """
     run = _choose_run(run_id)
-    tails = {each.name: Tail(Path(each.log)) for each in run.processes}
-    if instance is not None:
-        if instance not in tails:
-            raise ConfigError(
-                f"run {run.run_id} has no process {instance}; there are {', '.join(tails)}"
-            )
-        tails = {instance: tails[instance]}
-
-    def show_lines(name: str, found: list[str]) -> None:
-        for line in found:
-            if as_json:
-                click.echo(one_line(instance=name, text=line))
-            else:
-                click.echo(f"{name}: {line}" if len(tails) > 1 else line)
-
-    for name, tail in tails.items():
-        show_lines(name, tail.last(lines))
-    goes_on = follow
-    while goes_on:
-        # Looked up before the last read, so that everything until its end is shown.
-        goes_on = run.run_id in {each.run_id for each in find_runs(temp_folder())}
-        for name, tail in tails.items():
-            show_lines(name, tail.new())
-        time.sleep(_LOOK_EVERY_S if goes_on else 0.0)
-    if follow:
-        click.echo(f"run {run.run_id} has ended", err=True)
+    files = {each.name: each.log for each in run.processes}
+    if instance is not None and instance not in files:
+        raise ConfigError(
+            f"run {run.run_id} has no process {instance}; there are {', '.join(files)}"
+        )
+    wanted = [*files.values()] if instance is None else [files[instance]]
+    following = ["-F", f"--pid={run.pid}"] if follow else []
+    os.execvp("tail", ["tail", f"--lines={lines}", *following, "--", *wanted])
 
 
 def _choose_run(run_id: str | None) -> RunRecord:

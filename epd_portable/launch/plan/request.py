@@ -92,10 +92,6 @@ class PlanRequest:
             overrides = (*overrides, *counts)
         return cls(traits=TRAITS[platform], hardware=found, config=config, overrides=overrides)
 
-    def with_settings(self, *settings: str) -> PlanRequest:
-        """Return the request with more of what is laid over its file."""
-        return replace(self, overrides=(*self.overrides, *settings))
-
     def expected_machine(self, environ: Mapping[str, str]) -> Machine:
         """Return the machine of the profile, or this one; no device is touched."""
         if self.hardware:

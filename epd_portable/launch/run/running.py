@@ -22,12 +22,19 @@ _A_RUN = re.compile(rf"{RUN_FOLDER}[0-9a-f]{{8}}")
 _MAX_BYTES = 4 << 20
 
 
-def _uptime_s(started_s: float | None) -> float | None:
-    """Return how long ago a start was, by ``time.monotonic``: one clock for all processes here."""
-    return None if started_s is None else round(time.monotonic() - started_s, 1)
+class _Started(BaseModel):
+    """What was started at a time of ``time.monotonic``: one clock for all processes here."""
+
+    started_s: float | None = None
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def uptime_s(self) -> float | None:
+        """Seconds since its last start."""
+        return None if self.started_s is None else round(time.monotonic() - self.started_s, 1)
 
 
-class ProcessRecord(BaseModel):
+class ProcessRecord(_Started):
     """One process of a run.
 
     Attributes:
@@ -44,18 +51,11 @@ class ProcessRecord(BaseModel):
     ports: dict[str, int]
     log: str
     pid: int | None = None
-    started_s: float | None = None
     restarts: int = 0
     problem: str = ""
 
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def uptime_s(self) -> float | None:
-        """Seconds since its last start."""
-        return _uptime_s(self.started_s)
 
-
-class RunRecord(BaseModel):
+class RunRecord(_Started):
     """One run, as its launcher writes it down.
 
     Attributes:
@@ -74,12 +74,6 @@ class RunRecord(BaseModel):
     pid: int
     started_s: float
     processes: tuple[ProcessRecord, ...]
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def uptime_s(self) -> float | None:
-        """Seconds since the start of the launcher."""
-        return _uptime_s(self.started_s)
 
 
 def write_record(folder: Path, record: RunRecord) -> None:

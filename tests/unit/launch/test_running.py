@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from epd_portable.launch.cli import main
-from epd_portable.launch.commands.status import Tail
+from epd_portable.launch.run.logs import Tail
 from epd_portable.launch.run.running import (
     ProcessRecord,
     RunRecord,
@@ -111,17 +113,36 @@ def test_logs_are_shown_of_all_or_of_one(folder: Path, tmp_path: Path) -> None:
         (tmp_path / f"{name}.log").write_text("".join(f"{name} says {n}\n" for n in range(30)))
     logs = {name: str(tmp_path / f"{name}.log") for name in ("encode-0", "front")}
     write_record(folder, record(*(process(name, log=log) for name, log in logs.items())))
-    assert ask("logs", "-n", "1").stdout == ("encode-0: encode-0 says 29\nfront: front says 29\n")
-    assert ask("logs", "-n", "2", "front").stdout == "front says 28\nfront says 29\n"
-    assert json.loads(ask("logs", "--json", "-n", "1", "front").stdout) == {
-        "schema_version": 1,
-        "instance": "front",
-        "text": "front says 29",
-    }
-    assert len(ask("logs", "--json").stdout.splitlines()) == 40
+
+    def shown(*words: str) -> list[str]:
+        command = [sys.executable, "-m", "epd_portable.launch.cli", "logs", *words]
+        env = {**os.environ, "TMPDIR": str(tmp_path)}
+        return subprocess.check_output(command, env=env, text=True).splitlines()
+
+    lines = shown("-n", "1")
+    assert [each for each in lines if "says" in each] == ["encode-0 says 29", "front says 29"]
+    assert shown("-n", "2", "front") == ["front says 28", "front says 29"]
+    assert len([each for each in shown() if "says" in each]) == 40
     refused = ask("logs", "encode-9")
     assert refused.exit_code == 2
     assert f"run {RUN} has no process encode-9; there are encode-0, front" in refused.stderr
+
+
+def test_logs_are_followed_until_the_launcher_ends(folder: Path, tmp_path: Path) -> None:
+    log = tmp_path / "front.log"
+    log.write_text("one\n")
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as launcher:
+        write_record(folder, record(process("front", log=str(log)), pid=launcher.pid))
+        command = [sys.executable, "-m", "epd_portable.launch.cli", "logs", "-f"]
+        env = {**os.environ, "TMPDIR": str(tmp_path)}
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as following:
+            assert following.stdout is not None
+            assert following.stdout.readline() == "one\n"
+            with log.open("a") as file:
+                file.write("two\n")
+            assert following.stdout.readline() == "two\n"
+            launcher.communicate()
+            assert following.wait(30) == 0
 
 
 def test_logs_are_those_of_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
