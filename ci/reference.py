@@ -155,7 +155,7 @@ def cli_page() -> str:
     for name, command in (("epd-launch", launch_command), ("epd-bench", bench_command)):
         assert isinstance(command, click.Group)
         for sub, each in sorted(command.commands.items()):
-            context = click.Context(each, info_name=f"{name} {sub}")
+            context = click.Context(each, info_name=f"{name} {sub}", **each.context_settings)
             text = inspect.cleandoc((each.help or "").replace("\b\n", ""))
             usage = " ".join(each.collect_usage_pieces(context))
             records = [param.get_help_record(context) for param in each.get_params(context)]

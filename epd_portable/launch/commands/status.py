@@ -44,10 +44,12 @@ def status(as_json: bool) -> None:
     "--run", "run_id", metavar="RUN", help="Which topology, where several run: its id in `status`."
 )
 def logs(instance: str | None, follow: bool, lines: int, run_id: str | None) -> None:
-    """Show the end of the logs of a running topology, of all processes or of INSTANCE, by `tail`.
+    """Show the end of the logs of a running topology, of all processes or of INSTANCE.
 
-    epd-launch logs -f encode-0
-    epd-launch logs -n 100 front
+    They are shown by `tail`: with several files each part begins with the path of its file.
+
+      epd-launch logs -f encode-0
+      epd-launch logs -n 100 front
     """
     run = _choose_run(run_id)
     files = {each.name: each.log for each in run.processes}
