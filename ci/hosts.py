@@ -1,7 +1,7 @@
-"""Runs two sections of docs/hosts.md, from their own text, for four hosts; then faults.
+"""Runs the steps of two sections, from their own text, for four hosts; then faults.
 
-    python -m ci.hosts            Two hosts
-    python -m ci.hosts prefill    Prefill on another host
+    python -m ci.hosts            Two hosts, docs/remote-encoder.md
+    python -m ci.hosts prefill    Prefill on another host, docs/hosts.md
 
 Two hosts have a front and an engine that generates. The two others have engines that both fronts
 share: two that encode, or one that prefills and one that encodes. A gateway forwards to both
@@ -33,7 +33,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs/hosts.md"
+PAGES = {
+    "Two hosts": ROOT / "docs/remote-encoder.md",
+    "Prefill on another host": ROOT / "docs/hosts.md",
+}
+"""Page of each section."""
 BLOCK = re.compile(r"^```bash\n# ([\w.]+): (\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FRONTS = ("10.0.0.1", "10.0.0.3")
 SHARED = ("10.0.0.2", "10.0.0.4")
@@ -56,16 +60,17 @@ STEPS = {
 """Steps of each section."""
 
 
-def blocks(text: str, title: str = "Two hosts") -> dict[str, tuple[str, str]]:
+def blocks(title: str) -> dict[str, tuple[str, str]]:
     """Return ``(host, script)`` of each step of a section by its name.
 
     Raises:
         ValueError: The section has no such steps.
     """
+    text = PAGES[title].read_text("utf-8")
     section = text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     found = {name: (host, script) for host, name, script in BLOCK.findall(section)}
     if list(found) != STEPS[title]:
-        raise ValueError(f"docs/hosts.md, {title}: found the steps {', '.join(found)}")
+        raise ValueError(f"{PAGES[title]}, {title}: found the steps {', '.join(found)}")
     return found
 
 
@@ -163,9 +168,8 @@ def commands(steps: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
 
 def main(*, prefills: bool = False) -> None:
     """Run a section; exit status 1 when something is not as the page says."""
-    text = PAGE.read_text("utf-8")
-    steps = blocks(text)
-    served = blocks(text, "Prefill on another host") if prefills else steps
+    steps = blocks("Two hosts")
+    served = blocks("Prefill on another host") if prefills else steps
     folder = Path(tempfile.mkdtemp(prefix="epd-hosts-"))
     machine = Machine(folder)
     running: dict[str, subprocess.Popen[bytes]] = {}

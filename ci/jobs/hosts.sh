@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Job "hosts": the sections "Two hosts" and "Prefill on another host" of docs/hosts.md, from the page's own text, for two fronts
+# Job "hosts": "Two hosts" of docs/remote-encoder.md and "Prefill on another host" of docs/hosts.md, from their own text, for two fronts
 # and two shared engines in four network namespaces of this machine; then kills, stops and a cut network under load. Needs root,
 # and 16 GB.
 set -euo pipefail

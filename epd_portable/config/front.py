@@ -155,7 +155,7 @@ class FrontSection(Section):
     results](front.md#partial-results)."""
     elastic_encode: bool = True
     """Let a prefill+decode engine encode items of its requests when that ends sooner: [Elastic
-    encoding](front.md#elastic-encoding)."""
+    encoding](scheduling.md#elastic-encoding)."""
     choice: ChoiceSection | None = None
     """[Choice of engines](choice.md) in the format of llm-d's `EndpointPickerConfig`, or `{file:
     …}`. None: items by consistent hashing with bounded loads, requests by least load."""

@@ -96,7 +96,7 @@ class EncodeGroup(InstanceGroup):
     none."""
     platform: PlatformName | None = None
     """Platform of encode instances, see [Encode on other
-    silicon](configuration.md#encode-on-other-silicon). None: that of the topology."""
+    silicon](remote-encoder.md#other-silicon). None: that of the topology."""
     environment: Annotated[str, Field(min_length=1)] | None = None
     """Folder of the Python environment of encode instances, relative to where the launcher is
     started. None: that of the launcher."""

@@ -78,7 +78,7 @@ class Launch(Section):
     default route. Any but a loopback address needs `secret_file`."""
     join: Annotated[list[FrontUrl], BeforeValidator(_one_or_more)] = Field(default=[])
     """URL of a front on another machine, or a list. No front is started here: the encode and
-    prefill engines of this file [join](configuration.md#several-hosts) each address of each
+    prefill engines of this file [join](hosts.md#engines-that-join) each address of each
     name."""
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]{0,62})$")] | None = None
     """Suffix of the names of engines that join, in place of `launch.host`: for several launchers on
@@ -108,7 +108,7 @@ class Topology(Section):
     and no engine of another machine can join."""
     encode_priority: EncodePriority = "balanced"
     """What goes first at an engine that generates tokens and encodes: `tokens`, `balanced` or
-    `images`, see [Encode priority](front.md#encode-priority)."""
+    `images`, see [Encode priority](scheduling.md#encode-priority)."""
     instances: Instances = Instances()
     transfer: TransferSection = TransferSection()
     front: FrontSection = FrontSection()

@@ -31,7 +31,6 @@ README = ROOT / "README.md"
 STRUCTURES = ROOT / "docs/structures.md"
 METRICS = ROOT / "docs/metrics.md"
 DEPLOY = ROOT / "docs/deploy.md"
-HOSTS = ROOT / "docs/hosts.md"
 OPERATIONS = ROOT / "docs/operations.md"
 TROUBLESHOOTING = ROOT / "docs/troubleshooting.md"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -246,7 +245,11 @@ def test_every_command_line_in_the_documents_parses() -> None:
             result = CliRunner().invoke(command, [*arguments, "--help"])
             assert result.exit_code == 0, f"{document}: {program} {arguments}: {result.output}"
             for option, value in itertools.pairwise(arguments):
-                if option == "--config" and not value.startswith("/") and value != "FILE":
+                if (
+                    option == "--config"
+                    and not value.startswith("/")
+                    and value not in ("FILE", "mine.yaml")
+                ):
                     assert (ROOT / value).is_file(), f"{document}: {value}"
 
 
@@ -270,9 +273,9 @@ def test_shell_blocks_and_python_blocks_are_well_formed(page: Path) -> None:
 
 
 def test_the_steps_of_two_hosts_are_those_that_the_job_runs() -> None:
-    steps = hosts.blocks(read(HOSTS))
+    steps = hosts.blocks("Two hosts")
     assert {host for host, _ in steps.values()} == {"both", hosts.FRONTS[0], hosts.SHARED[0]}
-    steps = hosts.blocks(read(HOSTS), "Prefill on another host")
+    steps = hosts.blocks("Prefill on another host")
     assert {host for host, _ in steps.values()} == {hosts.FRONTS[0], *hosts.SHARED}
 
 
