@@ -33,7 +33,7 @@ MAX_REQUEST_BYTES = 1 << 20
 PRELOADED = (
     "torch.distributed",
     "epd_portable.launch.plan.processes",
-    "epd_portable.platforms.collectives_torch",
+    "epd_portable.platforms.collectives",
     "epd_portable.platforms.cpu",
     "epd_portable.encode.sender",
     "epd_portable.vllm_plugin.exposition",

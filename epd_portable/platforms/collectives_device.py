@@ -16,19 +16,19 @@ import secrets
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from itertools import count
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import (  # type: ignore[attr-defined]
     BroadcastOptions,
     PrefixStore,
     Store,
-    TCPStore,
 )
 
-from epd_portable.errors import PlatformError, TransportError, TransportTimeoutError
+from epd_portable.errors import PeerLostError, PlatformError, TransportTimeoutError
 from epd_portable.platforms.base import Platform
 from epd_portable.platforms.collectives import (
     CollectiveGroup,
@@ -36,7 +36,6 @@ from epd_portable.platforms.collectives import (
     Rendezvous,
     finish_within,
 )
-from epd_portable.platforms.collectives_torch import TorchCollectiveGroup
 
 logger = logging.getLogger(__name__)
 
@@ -67,26 +66,23 @@ class CollectivePlatform(Platform):
         """Note that a group of this process lost its peer, or was late, while a tensor moved."""
 
 
-class DeviceCollectiveGroup(TorchCollectiveGroup):
+class DeviceCollectiveGroup(CollectiveGroup):
     """A group of two devices of a platform, which supplies the library's backend."""
 
     def __init__(
         self, rendezvous: Rendezvous, *, platform: CollectivePlatform, index: int, timeout_s: float
     ) -> None:
         self._platform = platform
-        self._backend: Any = None
         super().__init__(rendezvous, device=platform.device(index), timeout_s=timeout_s)
 
-    def _connect(self, rendezvous: Rendezvous, store: TCPStore, deadline: Deadline) -> None:
+    def _connect(self, store: Store, local_address: str, deadline: Deadline) -> None:
         """Make the communicator, and use it once in both directions."""
-        place = PrefixStore(f"{rendezvous.name}/tensors", store)
         turn: AbstractContextManager[None] = nullcontext()
         if self._platform.turns is not None:
-            turn = self._platform.turns.with_peer(
-                lambda word: self._put(word, deadline), lambda: self._get(deadline), deadline
-            )
-        with turn:
+            turn = self._platform.turns.with_peer(_Words(store, self.rank, deadline), deadline)
+        with self._translated(deadline), turn:
             try:
+                place = PrefixStore("tensors", store)
                 self._backend = self._platform.data_backend(place, self.rank, 2)
             except RuntimeError as error:
                 raise PlatformError(f"no collectives on {self.device}: {error}") from error
@@ -95,26 +91,20 @@ class DeviceCollectiveGroup(TorchCollectiveGroup):
                 self._platform.set_device(self.device.index)
                 box = torch.zeros(1, device=self.device)
                 for root in (0, 1):
-                    self._broadcast(box, root, deadline)
+                    self._move(box, deadline, out=root == self.rank)
 
-            with self._translated(deadline):
-                finish_within(deadline, meet, "epd-connect")
-        self._flush(deadline)
+            finish_within(deadline, meet, "epd-connect")
 
     def _move(self, tensor: torch.Tensor, deadline: Deadline, *, out: bool) -> None:
-        with self._translated(deadline):
-            self._platform.set_device(self.device.index)
-            self._broadcast(tensor, self.rank if out else 1 - self.rank, deadline)
-
-    def _broadcast(self, tensor: torch.Tensor, root: int, deadline: Deadline) -> None:
         """Queue a broadcast and block until the device has done it; torch's own wait does not."""
+        self._platform.set_device(self.device.index)
         options = BroadcastOptions()
-        options.rootRank = root
+        options.rootRank = self.rank if out else self._peer
         options.rootTensor = 0
-        work = self._open_backend().broadcast([tensor], options)
+        work = self._open().broadcast([tensor], options)
         try:
             while not work.is_completed():
-                self._open_backend()
+                self._open()
                 if deadline.passed():
                     raise RuntimeError("device work was not complete at the deadline")
                 time.sleep(_WORK_POLL_S)
@@ -123,14 +113,8 @@ class DeviceCollectiveGroup(TorchCollectiveGroup):
             self._platform.group_failed()
             raise
 
-    def _open_backend(self) -> Any:
-        if self._backend is None:
-            raise TransportError("the group was closed while a call was under way")
-        return self._backend
-
     def _release(self) -> None:
         """Let go of the backend; returns after 2 s at most, whatever the library does."""
-        super()._release()
         backend, self._backend = self._backend, None
         if backend is None:
             return
@@ -155,6 +139,37 @@ def _abort(held: list[Any]) -> None:
     held.clear()
 
 
+class Words(Protocol):
+    """Words between the two ranks of a group that is being made."""
+
+    def put(self, word: str) -> None:
+        """Give the peer a word; does not wait for it. An empty one ends the group."""
+
+    def get(self) -> str:
+        """Return the peer's next word; raises at the deadline, and for an empty one."""
+
+
+class _Words:
+    """`Words` by the store at which the two ranks meet."""
+
+    def __init__(self, store: Store, rank: int, deadline: Deadline) -> None:
+        self._store = store
+        self._rank = rank
+        self._deadline = deadline
+        self._put, self._got = count(), count()
+
+    def put(self, word: str) -> None:
+        self._store.set(f"{self._rank}-{next(self._put)}", word)
+
+    def get(self) -> str:
+        key = f"{1 - self._rank}-{next(self._got)}"
+        self._store.wait([key], self._deadline.remaining())
+        word = self._store.get(key).decode()
+        if not word:
+            raise PeerLostError("the other rank has left while the group was made")
+        return word
+
+
 class Turns:
     """Turns at making communicators, for libraries that can make only one at a time in a process.
 
@@ -165,45 +180,43 @@ class Turns:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._token = secrets.randbits(62)
+        self._token = secrets.token_hex(8)
 
     @contextmanager
-    def with_peer(
-        self, put: Callable[[Sequence[int]], None], get: Callable[[], list[int]], deadline: Deadline
-    ) -> Iterator[None]:
+    def with_peer(self, words: Words, deadline: Deadline) -> Iterator[None]:
         """Have the turn of this process and that of the peer, which makes the same call.
 
         A turn ends with its block, even if a thread of the library is stuck beyond the deadline:
         otherwise this process could never make a group again.
 
         Args:
-            put: Starts to give `WORD_LENGTH` numbers to the peer; does not wait for it.
-            get: Returns the peer's next numbers; fails when it is gone, and at the deadline.
+            words: To and from the peer.
             deadline: Of the whole block.
 
         Raises:
             TransportTimeoutError: Other groups of this process took until the deadline.
             PlatformError: The peer is in this process, so both turns can never be obtained.
         """
-        own = [self._token, os.getpid()]
-        put(own)
-        peer = get()
+        own = f"{self._token} {os.getpid()}"
+        words.put(own)
+        peer = words.get()
         if peer == own:
             raise PlatformError(
                 "two ranks of one group in one process, where this platform's library can make "
                 "only one communicator at a time; put each rank in a process of its own"
             )
         if peer < own:
-            get()
+            words.get()
         if not self._lock.acquire(timeout=deadline.remaining_s()):
+            words.put("")
             raise TransportTimeoutError(
                 "other groups of this process were being made, one at a time, for all of "
                 f"{deadline.timeout_s:g} s; allow more time or make fewer groups at once"
             )
         try:
-            put(own)
+            words.put(own)
             if own < peer:
-                get()
+                words.get()
             yield
         finally:
             self._lock.release()

@@ -16,7 +16,6 @@ from epd_portable.platforms.base import (
     ShareHandle,
 )
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
-from epd_portable.platforms.collectives_torch import TorchCollectiveGroup
 from epd_portable.platforms.traits import TRAITS
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -103,4 +102,4 @@ class CpuPlatform(Platform):
 
     def new_group(self, rendezvous: Rendezvous, *, index: int, timeout_s: float) -> CollectiveGroup:
         """Join a gloo group."""
-        return TorchCollectiveGroup(rendezvous, device=self.device(index), timeout_s=timeout_s)
+        return CollectiveGroup(rendezvous, device=self.device(index), timeout_s=timeout_s)

@@ -20,14 +20,12 @@ import torch
 
 from epd_portable.errors import (
     PeerLostError,
-    ProtocolError,
     TransportError,
     TransportTimeoutError,
 )
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import Platform
-from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
-from epd_portable.platforms.collectives_torch import RendezvousHost
+from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous, RendezvousHost
 from tests.contract.remote_ranks import OtherRank
 from tests.waiting import until
 
@@ -197,23 +195,6 @@ def test_a_rank_that_closes_right_after_a_call_does_not_cut_off_the_others(
         assert torch.equal(box.cpu(), torch.ones(count))
 
 
-def test_a_mismatch_is_an_error_at_both_ends_and_the_group_stays_usable(
-    ranks: Sequence[CollectiveGroup],
-) -> None:
-    offered, wanted = on(ranks[0], torch.ones(3)), on(ranks[1], torch.ones(4))
-    at_sender, at_receiver = errors(
-        lambda: ranks[0].send(offered, AMPLE_S), lambda: ranks[1].recv(wanted, AMPLE_S)
-    )
-    assert isinstance(at_sender, ValueError)
-    assert isinstance(at_receiver, ValueError)
-    assert "rank 1 expects 16 bytes, this rank sends 12" in str(at_sender)
-    assert "rank 0 sends 12 bytes, this rank expects 16" in str(at_receiver)
-    assert torch.equal(wanted.cpu(), torch.ones(4))
-    ones, box = on(ranks[0], torch.ones(2)), on(ranks[1], torch.zeros(2))
-    results(lambda: ranks[0].send(ones, AMPLE_S), lambda: ranks[1].recv(box, AMPLE_S))
-    assert box.cpu().sum() == 2
-
-
 @pytest.mark.parametrize(
     ("tensor", "complaint"),
     [
@@ -252,8 +233,11 @@ CALLS: dict[str, Callable[[CollectiveGroup, float], None]] = {
 }
 every_call = pytest.mark.parametrize("call", list(CALLS.values()), ids=list(CALLS))
 MakeCall = Callable[[CollectiveGroup, float], None]
+# On a device a kernel begins at once: it may end, hold up others or fail without a peer.
+on_gloo = pytest.mark.parametrize("make", ["cpu"], indirect=True)
 
 
+@on_gloo
 @every_call
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_peer_that_does_not_come_is_an_error_at_the_deadline(
@@ -265,6 +249,7 @@ def test_a_peer_that_does_not_come_is_an_error_at_the_deadline(
     assert SHORT_S <= time.monotonic() - start_s < AMPLE_S
 
 
+@on_gloo
 @every_call
 def test_a_peer_that_has_closed_is_an_error_long_before_the_deadline(
     ranks: Sequence[CollectiveGroup], call: MakeCall
@@ -276,6 +261,7 @@ def test_a_peer_that_has_closed_is_an_error_long_before_the_deadline(
     assert time.monotonic() - start_s < AMPLE_S / 2
 
 
+@on_gloo
 @every_call
 def test_a_peer_that_closes_while_this_rank_waits_wakes_it(
     ranks: Sequence[CollectiveGroup], call: MakeCall
@@ -306,6 +292,7 @@ def test_a_closed_group_refuses_calls_and_says_why(
         call(ranks[0], AMPLE_S)
 
 
+@on_gloo
 def test_missed_deadline_closes_the_group_at_both_ends(
     ranks: Sequence[CollectiveGroup],
 ) -> None:
@@ -315,17 +302,6 @@ def test_missed_deadline_closes_the_group_at_both_ends(
         ranks[0].recv(four(ranks[0]), SHORT_S)
     with pytest.raises(PeerLostError):
         ranks[1].recv(four(ranks[1]), AMPLE_S)
-
-
-def test_two_ranks_that_both_send_are_told_so_instead_of_waiting(
-    ranks: Sequence[CollectiveGroup],
-) -> None:
-    found = errors(
-        lambda: ranks[0].send(four(ranks[0]), AMPLE_S),
-        lambda: ranks[1].send(four(ranks[1]), AMPLE_S),
-    )
-    assert any(isinstance(error, ProtocolError) for error in found)
-    assert all(isinstance(error, ProtocolError | PeerLostError) for error in found)
 
 
 def test_groups_of_one_host_do_not_disturb_each_other(make: MakeGroups) -> None:
@@ -339,6 +315,7 @@ def test_groups_of_one_host_do_not_disturb_each_other(make: MakeGroups) -> None:
     assert box.cpu().sum() == 4
 
 
+@on_gloo
 def test_two_groups_move_tensors_at_the_same_time(make: MakeGroups) -> None:
     first, second = make(), make()
     boxes = [on(group[1], torch.zeros(1 << 18)) for group in (first, second)]

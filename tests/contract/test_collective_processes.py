@@ -11,15 +11,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 
 import pytest
 import torch
 
 from epd_portable.errors import PeerLostError, TransportTimeoutError, UnsupportedError
 from epd_portable.platforms import registry
-from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
-from epd_portable.platforms.collectives_torch import RendezvousHost
+from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous, RendezvousHost
 from epd_portable.platforms.npu import NpuPlatform
 from tests.contract.path_consumer import CONTEXT as FORKED
 from tests.contract.remote_ranks import RankProcess
@@ -49,6 +48,8 @@ def host() -> Iterator[RendezvousHost]:
     made.close()
 
 
+# A kernel on a device waits for its peer until the deadline.
+@pytest.mark.parametrize("platform_name", ["cpu"], indirect=True)
 def test_a_peer_killed_between_calls_is_found_lost_at_the_next(
     platform_name: str, host: RendezvousHost
 ) -> None:
@@ -80,8 +81,11 @@ def test_killed_peer_is_an_error_at_the_deadline(
         killer = threading.Thread(target=kill_when_stopped)
         killer.start()
         start_s = time.monotonic()
-        # gloo may have taken a small tensor before the peer died; the call after it fails.
-        with pytest.raises((PeerLostError, TransportTimeoutError)):
+        # gloo may have taken a small tensor before the peer died; the call after it fails. Devices
+        # may take all that is sent.
+        sends = stop == "while receiving" and platform_name != "cpu"
+        lost = (PeerLostError, TransportTimeoutError)
+        with nullcontext() if sends else pytest.raises(lost):
             for _ in range(2):
                 call(box, AMPLE_S / 4)
         assert time.monotonic() - start_s < AMPLE_S

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from epd_portable.platforms import registry
-from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
-from epd_portable.platforms.collectives_torch import RendezvousHost
+from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous, RendezvousHost
 from tests import warm
 
 PEER = """

@@ -37,8 +37,7 @@ from epd_portable.errors import (
     TransportTimeoutError,
 )
 from epd_portable.log import trace
-from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
-from epd_portable.platforms.collectives_torch import RendezvousHost
+from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous, RendezvousHost
 from epd_portable.transfer.copies import DeviceCopies
 from epd_portable.transfer.paths.base import (
     PathReceiver,
@@ -66,11 +65,11 @@ _POLL_S = 0.1
 _STOP_GRACE_S = 5.0
 
 
-class Join(msgspec.Struct, frozen=True, tag="join 2"):
+class Join(msgspec.Struct, frozen=True, tag="join 3"):
     """The producer asks for a group of this name; answered with the port of the meeting point.
 
-    The tag changes with the words of groups: gloo ends a process that is told more than it expects,
-    and while a topology is updated two versions of this package run side by side.
+    The tag changes with what groups exchange: gloo ends a process that is told more than it
+    expects, and while a topology is updated two versions of this package run side by side.
     """
 
     name: str

@@ -17,7 +17,7 @@ import torch
 from epd_portable.config import instance
 from epd_portable.encode import producer
 from epd_portable.transfer import copies, endpoint, pool, registry, worker_endpoint
-from epd_portable.platforms import collectives_torch, npu
+from epd_portable.platforms import collectives, npu
 from epd_portable.items import placer, shell
 from epd_portable.encode import sender
 """

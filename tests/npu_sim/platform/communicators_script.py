@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from epd_portable.platforms import registry
-from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
-from epd_portable.platforms.collectives_torch import RendezvousHost
+from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous, RendezvousHost
 from tests.contract.remote_ranks import RankProcess, memory
 
 DEADLINE_S = 60.0

@@ -17,7 +17,7 @@ import torch
 from epd_portable.errors import PeerLostError, TransportTimeoutError
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import ShareHandle
-from epd_portable.platforms.collectives_torch import RendezvousHost
+from epd_portable.platforms.collectives import RendezvousHost
 from tests.kit.ranks import await_stop, exchange, join, peer
 
 AMPLE_S = 60.0

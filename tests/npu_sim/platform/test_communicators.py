@@ -14,8 +14,7 @@ import pytest
 
 from epd_portable.errors import PeerLostError, PlatformError, TransportTimeoutError
 from epd_portable.platforms.base import Platform
-from epd_portable.platforms.collectives import Rendezvous
-from epd_portable.platforms.collectives_torch import RendezvousHost
+from epd_portable.platforms.collectives import Rendezvous, RendezvousHost
 from epd_portable.platforms.npu import NpuPlatform
 from tests.contract.remote_ranks import RankProcess
 from tests.npu_sim.platform.children import run

@@ -3,27 +3,30 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from queue import Empty, Queue
-from typing import Any
 
 import pytest
 import torch
 
 from epd_portable.demo.servers import free_port
 from epd_portable.errors import EPDError, PeerLostError, PlatformError, TransportTimeoutError
-from epd_portable.platforms.collectives import Deadline, Rendezvous
+from epd_portable.platforms.collectives import (
+    CollectiveGroup,
+    Deadline,
+    Rendezvous,
+    RendezvousHost,
+)
 from epd_portable.platforms.collectives_device import Turns
-from epd_portable.platforms.collectives_torch import RendezvousHost, TorchCollectiveGroup
 
 CPU = torch.device("cpu")
 
 
-def meet(port: int, *, timeout_s: float) -> TorchCollectiveGroup:
+def meet(port: int, *, timeout_s: float) -> CollectiveGroup:
     where = Rendezvous(host="127.0.0.1", port=port, name="pair", rank=0)
-    return TorchCollectiveGroup(where, device=CPU, timeout_s=timeout_s)
+    return CollectiveGroup(where, device=CPU, timeout_s=timeout_s)
 
 
 def test_a_host_that_is_not_there_is_told_at_once() -> None:
@@ -79,22 +82,29 @@ Take = Callable[[float], AbstractContextManager[None]]
 
 def pair(first: Turns, second: Turns) -> tuple[Take, Take]:
     """Connect two processes that make one group; each end takes a number of seconds."""
-    to_first: Queue[Sequence[int]] = Queue()
-    to_second: Queue[Sequence[int]] = Queue()
+    to_first: Queue[str] = Queue()
+    to_second: Queue[str] = Queue()
 
-    def end(turns: Turns, inbox: Queue[Any], outbox: Queue[Any]) -> Take:
+    def end(turns: Turns, inbox: Queue[str], outbox: Queue[str]) -> Take:
         def take(timeout_s: float) -> AbstractContextManager[None]:
-            def hear() -> list[int]:
-                try:
-                    return list(inbox.get(timeout=timeout_s))
-                except Empty:
-                    raise PeerLostError("nothing heard") from None
-
-            return turns.with_peer(outbox.put, hear, Deadline(timeout_s))
+            return turns.with_peer(Channel(inbox, outbox, timeout_s), Deadline(timeout_s))
 
         return take
 
     return end(first, to_first, to_second), end(second, to_second, to_first)
+
+
+class Channel:
+    """Words through queues."""
+
+    def __init__(self, inbox: Queue[str], outbox: Queue[str], timeout_s: float) -> None:
+        self._inbox, self.put, self._timeout_s = inbox, outbox.put, timeout_s
+
+    def get(self) -> str:
+        with suppress(Empty):
+            if word := self._inbox.get(timeout=self._timeout_s):
+                return word
+        raise PeerLostError("nothing heard")
 
 
 def ordered() -> tuple[Turns, Turns]:

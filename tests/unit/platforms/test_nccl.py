@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from epd_portable.errors import PeerLostError
-from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
-from epd_portable.platforms.collectives_torch import RendezvousHost
+from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous, RendezvousHost
 from epd_portable.platforms.cuda import CudaPlatform
 
 TIMEOUT_S = 20.0

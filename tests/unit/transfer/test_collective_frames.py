@@ -194,8 +194,8 @@ def frame(payload: bytes) -> bytes:
 NO_REQUESTS = {
     "garbage": (frame(b"garbage"), "MessagePack data is malformed|Expected|trailing"),
     "nothing": (frame(b""), "truncated"),
-    # Its group would say eleven numbers where two are expected, which ends the process.
-    "a join of an earlier version": (frame(encode({"type": "join", "name": "x"})), "'join'"),
+    # Its group would send words that none is expected for, which ends the process.
+    "a join of an earlier version": (frame(encode({"type": "join 2", "name": "x"})), "'join 2'"),
     "another request": (frame(encode({"type": "leave"})), "Invalid value 'leave'"),
     "more than one": (frame(encode(Join("x")) + b"more"), "trailing"),
     "cut short": (frame(encode(Join("x"))[:-1]), "truncated"),
