@@ -1,4 +1,4 @@
-"""A circuit breaker with exponential back-off: of a store, and of each instance."""
+"""A circuit breaker with exponential back-off, of a store."""
 
 from __future__ import annotations
 
@@ -19,37 +19,28 @@ _JITTER = 0.25
 class CircuitBreaker:
     """A circuit breaker; for several threads.
 
-    ``closed``: calls are allowed; ``threshold`` failures in a row open it. ``open``: none is.
+    ``closed``: calls are allowed; a failure opens it. ``open``: none is.
     ``half_open``: the time is over, and one call is allowed: it closes the breaker, or opens it
     again. Each opening lasts twice as long as the one before, from ``first_s`` to ``longest_s``,
     and as short as the first if that one ended more than ``longest_s`` ago.
 
     Args:
         chance: Returns a number from 0 to 1, for jitter of a quarter; 0.5 for none.
-
-    Attributes:
-        failures: In a row.
-        open_s: Length of the last opening.
-        until: When it ends, or has ended.
     """
 
     def __init__(
         self,
         *,
-        threshold: int = 1,
         first_s: float = FIRST_S,
         longest_s: float = LONGEST_S,
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        self.failures = 0
-        self.open_s = 0.0
-        self.until = -math.inf
-        self._threshold = threshold
         self._first_s = first_s
         self._longest_s = longest_s
         self._clock = clock
         self._chance = chance
+        self._until = -math.inf
         self._lock = threading.Lock()
         self._next_s = first_s
         self._is_open = False
@@ -61,14 +52,14 @@ class CircuitBreaker:
         with self._lock:
             if not self._is_open:
                 return "closed"
-            return "half_open" if self._clock() >= self.until else "open"
+            return "half_open" if self._clock() >= self._until else "open"
 
     def allows(self) -> bool:
         """Return whether a call is allowed; the caller reports by `close` or `failed`."""
         with self._lock:
             if not self._is_open:
                 return True
-            if self._asking or self._clock() < self.until:
+            if self._asking or self._clock() < self._until:
                 return False
             self._asking = True
             return True
@@ -77,25 +68,22 @@ class CircuitBreaker:
         """Allow calls, because one has succeeded; return whether it was not closed."""
         with self._lock:
             was_open = self._is_open
-            self.failures, self._is_open, self._asking = 0, False, False
+            self._is_open = self._asking = False
             return was_open
 
     def failed(self) -> bool:
-        """Count a failure, and open it, or open it again; return whether it was closed."""
+        """Open it, or open it again, because one has failed; return whether it was closed."""
         with self._lock:
-            self.failures += 1
             was_closed = not self._is_open
-            enough = self.failures >= self._threshold
-            if enough and (was_closed or self._asking):
+            if was_closed or self._asking:
                 self._open()
             self._asking = False
-            return was_closed and self._is_open
+            return was_closed
 
     def _open(self) -> None:
         now = self._clock()
-        if now - self.until > self._longest_s:
+        if now - self._until > self._longest_s:
             self._next_s = self._first_s
-        self.open_s = self._next_s * (1 - _JITTER + 2 * _JITTER * self._chance())
-        self.until = now + self.open_s
+        self._until = now + self._next_s * (1 - _JITTER + 2 * _JITTER * self._chance())
         self._next_s = min(2 * self._next_s, self._longest_s)
         self._is_open = True

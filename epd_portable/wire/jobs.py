@@ -326,11 +326,6 @@ def decode_from_hub(data: bytes | memoryview) -> tuple[FromHub, str]:
     return message, envelope.session
 
 
-def refusal(error: OtherVersionError) -> VersionRefused:
-    """Return what the sender of a message of another version is answered."""
-    return VersionRefused(version=JOBS_VERSION, reason=str(error))
-
-
 def offsets(tensors: Sequence[JobTensor]) -> tuple[list[int], int]:
     """Return where the bytes of each tensor begin among a job's, and how many there are in all."""
     found, end = [], 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from epd_portable.config.store import StoreSection
 from epd_portable.errors import CorruptEntryError, StoreError
 from epd_portable.media.limits import RequestItem
 from epd_portable.transfer.circuit_breaker import CircuitBreaker
-from epd_portable.transfer.stores.base import Store, make_store
+from epd_portable.transfer.stores.base import make_store
 from epd_portable.transfer.stores.entry import Seal
 from epd_portable.transfer.stores.metrics import StoreMetrics
 
@@ -70,15 +71,16 @@ class StoreLookup:
         if not namespace or not self._breaker.allows():
             self._metrics.asked("unavailable", len(items))
             return {}
-        question = _Question(self._store, self._breaker)
         by_key = {self._seal.key(namespace, each.item_uuid, each.modality): each for each in items}
         loop = asyncio.get_running_loop()
+        asked = loop.run_in_executor(self._threads, self._store.has_caches, list(by_key))
+        asked.add_done_callback(self._answered)  # Also when the request has been cancelled.
         heads: list[bytes | None] | None = None
-        with anyio.move_on_after(self._timeout_s) as limit:
-            answered = loop.run_in_executor(self._threads, question.heads, list(by_key))
-            heads = await asyncio.shield(answered)
+        with anyio.move_on_after(self._timeout_s) as limit, contextlib.suppress(StoreError):
+            heads = await asyncio.shield(asked)
         if limit.cancelled_caught:
-            question.give_up()
+            asked.remove_done_callback(self._answered)
+            self._failed("no answer in time")
         self._metrics.breaker(self._breaker)
         if heads is None:
             self._metrics.asked("error", len(items))
@@ -96,6 +98,18 @@ class StoreLookup:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._store.close()
 
+    def _answered(self, asked: asyncio.Future[list[bytes | None]]) -> None:
+        if asked.cancelled():
+            return  # At the end.
+        if error := asked.exception():
+            self._failed(str(error))
+        elif self._breaker.close():
+            logger.info("the store is asked again")
+
+    def _failed(self, reason: str) -> None:
+        if self._breaker.failed():
+            logger.warning("the store is not asked for a while: %s", reason)
+
     def _read(self, key: str, raw: bytes) -> StoredItem | None:
         try:
             self._seal.open(raw, key)
@@ -112,35 +126,3 @@ class StoreLookup:
             self._store.discard(key)
         except StoreError as error:
             logger.warning("%s", error)
-
-
-class _Question:
-    """One question to the store, which may be answered too late."""
-
-    def __init__(self, store: Store, breaker: CircuitBreaker) -> None:
-        self._store = store
-        self._breaker = breaker
-        self._is_late = False
-
-    def heads(self, keys: Sequence[str]) -> list[bytes | None] | None:
-        """Return heads; ``None`` if the store does not answer."""
-        try:
-            found = self._store.has_caches(keys)
-        except StoreError as error:
-            self._note_failure(str(error))
-            return None
-        except BaseException as error:
-            self._note_failure(repr(error))
-            raise
-        if not self._is_late and self._breaker.close():
-            logger.info("the store is asked again")
-        return found
-
-    def give_up(self) -> None:
-        """Count the store as failing: the answer did not come in time."""
-        self._note_failure("no answer in time")
-        self._is_late = True
-
-    def _note_failure(self, reason: str) -> None:
-        if not self._is_late and self._breaker.failed():
-            logger.warning("the store is not asked for a while: %s", reason)

@@ -59,7 +59,7 @@ def test_message_of_another_version_is_refused_by_its_version() -> None:
     for decode in (jobs.decode_from_front, jobs.decode_from_hub):
         with pytest.raises(jobs.OtherVersionError, match=words) as error:
             decode(later)
-    refused = jobs.refusal(error.value)
+    refused = jobs.VersionRefused(version=jobs.JOBS_VERSION, reason=str(error.value))
     assert (refused.version, refused.reason) == (JOBS_VERSION, str(error.value))
     assert jobs.decode_from_hub(of_version(JOBS_VERSION + 1, refused)) == (refused, "s")
 
