@@ -21,16 +21,11 @@ from typing import Literal
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    generate_latest,
-)
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from yarl import URL
 
 from epd_portable.errors import RequestError
+from epd_portable.instruments import Instruments
 from epd_portable.placement.profiles.selection_types import SESSION_HEADER
 from epd_portable.placement.ring import HashRing
 from epd_portable.responses import (
@@ -107,24 +102,18 @@ class _Body:
             yield piece
 
 
-class GatewayMetrics:
+class GatewayMetrics(Instruments):
     """Metrics of a gateway, at ``/metrics``."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        name, labels = "epd_gateway_{}".format, ("front",)
-        self.responses = Counter(
-            name("responses"), "Responses of fronts.", ("front", "status"), registry=registry
+        super().__init__()
+        name, counter = "epd_gateway_{}".format, self._counter
+        self.responses = counter(name("responses"), "Responses of fronts.", "front status")
+        self.sent_again = counter(
+            name("sent_again"), "Requests that went to another front.", "front"
         )
-        self.sent_again = Counter(
-            name("sent_again"), "Requests that went to another front.", labels, registry=registry
-        )
-        self.open = Gauge(
-            name("open_requests"), "Requests that have not ended.", labels, registry=registry
-        )
-        self.up = Gauge(
-            name("front_up"), "1 for a front that gets requests.", labels, registry=registry
-        )
+        self.open = self._gauge(name("open_requests"), "Requests that have not ended.", "front")
+        self.up = self._gauge(name("front_up"), "1 for a front that gets requests.", "front")
 
 
 class Gateway:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from epd_portable.instruments import SECONDS, Instruments
 from epd_portable.placement.admission import AdmissionMetrics
 from epd_portable.placement.instances import EndpointPool, Seen
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_SECONDS = SECONDS[3:-1]
 
 
 class InstanceCollector(Collector):
@@ -57,7 +57,7 @@ class InstanceCollector(Collector):
         return (up, load, owed, came)
 
 
-class FrontMetrics:
+class FrontMetrics(Instruments):
     """Counters of one front, and the state of its engines.
 
     Attributes:
@@ -70,63 +70,43 @@ class FrontMetrics:
     """
 
     def __init__(self, pool: EndpointPool) -> None:
-        self.registry = CollectorRegistry()
+        super().__init__()
         self.registry.register(InstanceCollector(pool.seen))
-        self.admission = AdmissionMetrics(self.registry, "epd_front")
-        self.requests = Counter(
+        self.admission = AdmissionMetrics(self.registry)
+        counter, seconds = self._counter, self._seconds
+        self.requests = counter(
             "epd_front_requests",
             "HTTP requests by status; 0: the client disconnected before the response.",
-            ("status",),
-            registry=self.registry,
+            "status",
         )
-        self.items = Counter(
-            "epd_front_items",
-            "Items by outcome.",
-            ("outcome",),
-            registry=self.registry,
-        )
-        self.elastic = Counter(
+        self.items = counter("epd_front_items", "Items by outcome.", "outcome")
+        self.elastic = counter(
             "epd_front_elastic_items",
             "Items that generating engines encode by choice.",
-            ("reason",),
-            registry=self.registry,
+            "reason",
         )
-        self.sent_again = Counter(
+        self.sent_again = counter(
             "epd_front_sent_again",
             "Requests that were sent to an engine once more after a failure.",
-            registry=self.registry,
         )
-        self.prefills = Counter(
+        self.prefills = counter(
             "epd_front_prefills",
             "Requests to decode engines by place of prefill.",
-            ("where",),
-            registry=self.registry,
+            "where",
         )
-        self.jobs = Counter(
-            "epd_front_encode_jobs",
-            "Encode jobs by engine and end.",
-            ("instance", "end"),
-            registry=self.registry,
+        self.jobs = counter(
+            "epd_front_encode_jobs", "Encode jobs by engine and end.", "instance end"
         )
-        self.encode_s = Histogram(
+        self.encode_s = seconds(
             "epd_front_encode_job_seconds",
             "Duration of encode jobs that succeeded.",
-            ("instance",),
-            buckets=_SECONDS,
-            registry=self.registry,
+            "instance",
+            _SECONDS,
         )
-        self.fetches = Counter(
-            "epd_front_media_fetches",
-            "Media that requests name by URL, by result.",
-            ("result",),
-            registry=self.registry,
+        self.fetches = counter(
+            "epd_front_media_fetches", "Media that requests name by URL, by result.", "result"
         )
-        self.fetched_bytes = Counter(
-            "epd_front_media_fetched_bytes", "Bytes of fetched files.", registry=self.registry
-        )
-        self.fetch_s = Histogram(
-            "epd_front_media_fetch_seconds",
-            "Duration of fetches that succeeded.",
-            buckets=_SECONDS,
-            registry=self.registry,
+        self.fetched_bytes = counter("epd_front_media_fetched_bytes", "Bytes of fetched files.")
+        self.fetch_s = seconds(
+            "epd_front_media_fetch_seconds", "Duration of fetches that succeeded.", "", _SECONDS
         )

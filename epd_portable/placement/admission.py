@@ -26,12 +26,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-import prometheus_client
-from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
 from epd_portable.config.front import AdmissionSection
 from epd_portable.config.roles import Duty
 from epd_portable.errors import RequestError
+from epd_portable.instruments import SECONDS, Instruments
 from epd_portable.placement.estimates import Pace
 from epd_portable.placement.instances import EndpointPool, Instance
 
@@ -43,7 +43,6 @@ Reason = Literal["full", "timeout"]
 
 _KINDS: tuple[Kind, ...] = ("requests", "items", "bytes")
 _OF_INSTANCES: tuple[tuple[Duty, Kind], ...] = (("encode", "items"), ("answer", "requests"))
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 Limit: TypeAlias = int | None
 """At least 1; ``None`` for none."""
@@ -256,33 +255,24 @@ class _Bound:
     limit: int
 
 
-class AdmissionMetrics:
-    """Metrics of admission.
+class AdmissionMetrics(Instruments):
+    """Metrics of admission."""
 
-    Args:
-        front: Beginning of their names.
-    """
-
-    def __init__(self, registry: CollectorRegistry, front: str) -> None:
-        self.waiting = Gauge(
-            f"{front}_admission_waiting",
-            "Requests that wait for admission.",
-            ("priority",),
-            registry=registry,
-            multiprocess_mode="livesum",
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.waiting = self._gauge(
+            "epd_front_admission_waiting", "Requests that wait for admission.", "priority"
         )
-        self.wait_s = Histogram(
-            f"{front}_admission_wait_seconds",
+        self.wait_s = self._seconds(
+            "epd_front_admission_wait_seconds",
             "Waiting time of requests that were not admitted at once.",
-            ("priority",),
-            registry=registry,
-            buckets=_SECONDS,
+            "priority",
+            (*SECONDS[3:], 300.0),
         )
-        self.refused = prometheus_client.Counter(
-            f"{front}_admission_refused",
+        self.refused = self._counter(
+            "epd_front_admission_refused",
             "Requests with status 429, by reason and reached limit.",
-            ("reason", "limit"),
-            registry=registry,
+            "reason limit",
         )
 
 

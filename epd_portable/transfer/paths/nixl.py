@@ -15,11 +15,18 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
-from epd_portable.errors import ConfigError, PeerLostError, TransportError
+from epd_portable.errors import (
+    ConfigError,
+    PeerLostError,
+    TransportError,
+    TransportTimeoutError,
+)
 from epd_portable.log import trace
 from epd_portable.transfer.connections import Connections
 from epd_portable.transfer.copies import DeviceCopies
@@ -31,13 +38,10 @@ from epd_portable.transfer.paths.base import (
     SlotWrite,
     check_slot,
 )
-from epd_portable.transfer.paths.buffers import RegisteredBuffers, late_write
 from epd_portable.wire.codec import address_reader, as_address
 from epd_portable.wire.descriptors import MAX_ADDRESS
 
 if TYPE_CHECKING:
-    import torch
-
     from epd_portable.transfer.curve import CurveKeys
 
 BUFFERS = 4
@@ -45,6 +49,7 @@ BUFFERS = 4
 _PROGRESS_S = 0.0002
 _LOOK_S = 0.1
 _HOST_MEMORY = "DRAM"
+_SMALLEST_BUFFER_BYTES = 1 << 20
 
 
 class _AgentAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -82,6 +87,71 @@ class _Agent:
     def deregister(self, registered: Any) -> None:
         with self.lock:
             self.nixl.deregister_memory(registered)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RegisteredBuffer:
+    """Host memory, and what NIXL returned for it."""
+
+    memory: torch.Tensor
+    registered: Any
+
+
+class RegisteredBuffers:
+    """Buffers for reuse, each of a power of two; for several threads.
+
+    Args:
+        register: Registers ``(nbytes,)`` uint8; returns what ``deregister`` takes.
+        keep: Unused buffers that stay registered; the smallest goes first.
+    """
+
+    def __init__(
+        self,
+        register: Callable[[torch.Tensor], Any],
+        deregister: Callable[[Any], None],
+        *,
+        keep: int,
+    ) -> None:
+        self._register = register
+        self._deregister = deregister
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._free: list[RegisteredBuffer] = []
+        """Smallest first."""
+
+    def fill(self, data: torch.Tensor) -> RegisteredBuffer:
+        """Return a buffer that begins with ``data``, which is ``(nbytes,)`` uint8 on the host."""
+        buffer = self._take(data.numel())
+        buffer.memory[: data.numel()].copy_(data)
+        return buffer
+
+    def give_back(self, buffer: RegisteredBuffer) -> None:
+        """Keep a buffer that NIXL does not read any more for the next output."""
+        with self._lock:
+            self._free.append(buffer)
+            self._free.sort(key=lambda each: each.memory.numel())
+            surplus = self._free.pop(0) if len(self._free) > self._keep else None
+        if surplus is not None:
+            self.discard(surplus)
+
+    def discard(self, buffer: RegisteredBuffer) -> None:
+        """Deregister a buffer."""
+        self._deregister(buffer.registered)
+
+    def close(self) -> None:
+        """Deregister all unused buffers."""
+        with self._lock:
+            while self._free:
+                self.discard(self._free.pop())
+
+    def _take(self, nbytes: int) -> RegisteredBuffer:
+        with self._lock:
+            for index, buffer in enumerate(self._free):
+                if buffer.memory.numel() >= nbytes:
+                    return self._free.pop(index)
+        size = max(_SMALLEST_BUFFER_BYTES, 1 << (nbytes - 1).bit_length())
+        memory = torch.empty(size, dtype=torch.uint8)
+        return RegisteredBuffer(memory, self._register(memory))
 
 
 class NixlWriter(PathWriter):
@@ -127,7 +197,10 @@ class NixlWriter(PathWriter):
                 while True:
                     done = self._is_done(handle)
                     if self.copies.clock() >= item.deadline_s:
-                        raise late_write(item.slot, "nixl")
+                        raise TransportTimeoutError(
+                            f"slot {item.slot.generation} was not written before its lease ended; "
+                            "the instance is gone or overloaded, or transfer.lease_s is too short"
+                        )
                     if done:
                         break
                     time.sleep(_PROGRESS_S)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry
 
+from epd_portable.instruments import Instruments
 from epd_portable.transfer.circuit_breaker import CircuitBreaker
 
 Side = Literal["front", "encode", "pd"]
@@ -18,7 +19,7 @@ Drop = Literal["full", "error", "unavailable"]
 _STATES = {"closed": 0, "half_open": 1, "open": 2}
 
 
-class StoreMetrics:
+class StoreMetrics(Instruments):
     """Metrics of one side: of writes on encode instances, of look-ups and loads elsewhere.
 
     Args:
@@ -30,37 +31,24 @@ class StoreMetrics:
     """
 
     def __init__(self, side: Side, registry: CollectorRegistry | None = None) -> None:
-        registry = registry or CollectorRegistry()
-        name = f"epd_{side}_store"
-
-        def counter(word: str, text: str, label: str = "", values: Any = None) -> Counter:
-            made = Counter(f"{name}_{word}", text, (label,) if label else (), registry=registry)
-            for value in get_args(values):
-                made.labels(value)
-            return made
-
-        def gauge(word: str, text: str, mode: Literal["livesum", "livemax"]) -> Gauge:
-            return Gauge(f"{name}_{word}", text, registry=registry, multiprocess_mode=mode)
-
+        super().__init__(registry)
+        name, counter = f"epd_{side}_store_{{}}".format, self._counter
         if side == "encode":
-            self.writes = counter("writes", "Entries written.")
-            self.written_bytes = counter("written_bytes", "Bytes of entries written.")
-            self.known = counter("known", "Outputs whose entry existed.")
-            self.evictions = counter("evictions", "Entries evicted.")
-            self._drops = counter(
-                "drops", "Outputs that were not written, by reason.", "reason", Drop
-            )
-            self.queued_bytes = gauge(
-                "queued_bytes", "Bytes of outputs that wait to be written.", "livesum"
-            )
+            self.writes = counter(name("writes"), "Entries written.")
+            self.written_bytes = counter(name("written_bytes"), "Bytes of entries written.")
+            self.known = counter(name("known"), "Outputs whose entry existed.")
+            self.evictions = counter(name("evictions"), "Entries evicted.")
+            text = "Outputs that were not written, by reason."
+            self._drops = counter(name("drops"), text, "reason", get_args(Drop))
+            text = "Bytes of outputs that wait to be written."
+            self.queued_bytes = self._gauge(name("queued_bytes"), text)
         else:
             text = "Items by result of the query of the store."
-            self._asks = counter("items", text, "result", Ask)
+            self._asks = counter(name("items"), text, "result", get_args(Ask))
         if side == "pd":
-            self.loaded_bytes = counter("loaded_bytes", "Bytes loaded.")
-        self._state = gauge(
-            "breaker", "State of the circuit breaker: 0 closed, 1 half open, 2 open.", "livemax"
-        )
+            self.loaded_bytes = counter(name("loaded_bytes"), "Bytes loaded.")
+        text = "State of the circuit breaker: 0 closed, 1 half open, 2 open."
+        self._state = self._gauge(name("breaker"), text, mode="livemax")
 
     def asked(self, result: Ask, count: int = 1) -> None:
         """Items were looked up or loaded."""

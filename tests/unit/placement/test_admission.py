@@ -27,7 +27,7 @@ class Door:
         self.keeper = AdmissionControl(
             AdmissionSection.model_validate(limits),
             self.fleet,
-            AdmissionMetrics(CollectorRegistry(), "epd_front"),
+            AdmissionMetrics(CollectorRegistry()),
             clock=lambda: self.now_s,
         )
 

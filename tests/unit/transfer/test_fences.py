@@ -5,7 +5,7 @@ import threading
 import torch
 
 from epd_portable.transfer.paths.base import MAX_REVOKED, LeaseFence, RevokedFence
-from epd_portable.transfer.paths.buffers import RegisteredBuffers
+from epd_portable.transfer.paths.nixl import RegisteredBuffers
 from tests.unit.builders import slot
 
 
