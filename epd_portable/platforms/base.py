@@ -261,15 +261,11 @@ class Platform(ABC):
 class LimitsCompute(Protocol):
     """A `Platform` whose processes can keep themselves to a part of a device's compute.
 
-    Both methods raise `UnsupportedError` if the installed runtime is too old.
+    `UnsupportedError` is raised if the installed runtime is too old.
     """
 
-    def compute_units(self, index: int) -> Mapping[str, int]:
-        """Return how many units of each kind this process computes with on a device."""
-        ...
-
     def limit_compute(self, index: int, percent: int) -> Mapping[str, int]:
-        """Keep this process to a part of a device; return what is left, as `compute_units`.
+        """Keep this process to a part of a device; return how many units of each kind are left.
 
         Holds for work that is queued from now on; graphs that were captured before keep what they
         had. May be called once in a process.

@@ -61,7 +61,7 @@ class _AgentAddress(msgspec.Struct, frozen=True, array_like=True):
 _parse: Callable[[str], _AgentAddress] = address_reader(_AgentAddress, "nixl")
 
 
-class _Agent:
+class NixlAgent:
     """A NIXL agent with UCX, one call at a time: without its own threads it wants that."""
 
     def __init__(self, purpose: str) -> None:
@@ -85,6 +85,7 @@ class _Agent:
             return self.nixl.register_memory(memory)
 
     def deregister(self, registered: Any) -> None:
+        """Undo `register`, by its result."""
         with self.lock:
             self.nixl.deregister_memory(registered)
 
@@ -101,19 +102,11 @@ class RegisteredBuffers:
     """Buffers for reuse, each of a power of two; for several threads.
 
     Args:
-        register: Registers ``(nbytes,)`` uint8; returns what ``deregister`` takes.
         keep: Unused buffers that stay registered; the smallest goes first.
     """
 
-    def __init__(
-        self,
-        register: Callable[[torch.Tensor], Any],
-        deregister: Callable[[Any], None],
-        *,
-        keep: int,
-    ) -> None:
-        self._register = register
-        self._deregister = deregister
+    def __init__(self, agent: NixlAgent, *, keep: int = BUFFERS) -> None:
+        self._agent = agent
         self._keep = keep
         self._lock = threading.Lock()
         self._free: list[RegisteredBuffer] = []
@@ -136,7 +129,7 @@ class RegisteredBuffers:
 
     def discard(self, buffer: RegisteredBuffer) -> None:
         """Deregister a buffer."""
-        self._deregister(buffer.registered)
+        self._agent.deregister(buffer.registered)
 
     def close(self) -> None:
         """Deregister all unused buffers."""
@@ -151,7 +144,7 @@ class RegisteredBuffers:
                     return self._free.pop(index)
         size = max(_SMALLEST_BUFFER_BYTES, 1 << (nbytes - 1).bit_length())
         memory = torch.empty(size, dtype=torch.uint8)
-        return RegisteredBuffer(memory, self._register(memory))
+        return RegisteredBuffer(memory, self._agent.register(memory))
 
 
 class NixlWriter(PathWriter):
@@ -159,12 +152,10 @@ class NixlWriter(PathWriter):
 
     def __init__(self, copies: DeviceCopies, keys: CurveKeys) -> None:
         super().__init__(copies, keys)
-        self._agent = _Agent("encode")
+        self._agent = NixlAgent("encode")
         self._lock = threading.Lock()
         self._peers = Connections(self._connect, self._disconnect)
-        self._buffers = RegisteredBuffers(
-            self._agent.register, self._agent.deregister, keep=BUFFERS
-        )
+        self._buffers = RegisteredBuffers(self._agent)
 
     def write(self, item: SlotWrite) -> None:
         """See `PathWriter.write`; the address holds what NIXL must know of the consumer."""
@@ -260,7 +251,7 @@ class NixlReceiver(PathReceiver):
         assert isinstance(end.fence, LeaseFence), "not in a worker"
         self._fence = end.fence
         memory = end.memory()
-        self._agent = _Agent("consumer")
+        self._agent = NixlAgent("consumer")
         self._memory = memory.tensor(0, memory.nbytes)
         self._registered = self._agent.register(self._memory)
         self.address = as_address(

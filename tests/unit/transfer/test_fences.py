@@ -42,11 +42,15 @@ def test_a_grant_that_was_taken_back_is_refused_and_those_after_it_are_not() -> 
 def test_buffers_are_filled_reused_and_few_are_kept() -> None:
     registered: list[int] = []
 
-    def register(memory: torch.Tensor) -> int:
-        registered.append(memory.data_ptr())
-        return memory.data_ptr()
+    class Agent:
+        def register(self, memory: torch.Tensor) -> int:
+            registered.append(memory.data_ptr())
+            return memory.data_ptr()
 
-    buffers = RegisteredBuffers(register, registered.remove, keep=1)
+        def deregister(self, address: int) -> None:
+            registered.remove(address)
+
+    buffers = RegisteredBuffers(Agent(), keep=1)
     small, large = torch.full((3,), 7, dtype=torch.uint8), torch.ones(3 << 20, dtype=torch.uint8)
     first, second = buffers.fill(small), buffers.fill(large)
     assert first.memory[:3].equal(small)

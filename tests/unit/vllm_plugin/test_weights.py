@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from epd_portable.errors import ConfigError
-from epd_portable.vllm_plugin.weights import identity
+from epd_portable.vllm_plugin.agreement import weights_of
+
+pytestmark = pytest.mark.needs_vllm
 
 Tensors = dict[str, bytes]
 MODEL: Tensors = {"visual.a": bytes(range(200)), "visual.b": bytes(64), "model.c": b"\7" * 1000}
@@ -29,7 +31,7 @@ def write(path: Path, tensors: Tensors, dtype: str = "F32") -> None:
 
 def of(folder: Path, tensors: Tensors, dtype: str = "F32") -> str:
     write(folder / "model.safetensors", tensors, dtype)
-    return identity(folder)
+    return weights_of(folder)
 
 
 def test_the_same_tensors_are_the_same_weights_wherever_they_are(tmp_path: Path) -> None:
@@ -37,7 +39,7 @@ def test_the_same_tensors_are_the_same_weights_wherever_they_are(tmp_path: Path)
     names = list(MODEL)
     write(tmp_path / "b" / "1.safetensors", {names[2]: MODEL[names[2]]})
     write(tmp_path / "b" / "2.safetensors", {name: MODEL[name] for name in names[:2]})
-    assert identity(tmp_path / "b") == one
+    assert weights_of(tmp_path / "b") == one
 
 
 @pytest.mark.parametrize(
@@ -61,10 +63,10 @@ def test_weights_differ_with_their_dtype(tmp_path: Path) -> None:
 
 def test_a_folder_without_weights_or_with_half_of_them_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no"):
-        identity(tmp_path)
+        weights_of(tmp_path)
     write(tmp_path / "model.safetensors", MODEL)
     whole = (tmp_path / "model.safetensors").read_bytes()
     for size in (0, 4, 100, len(whole) - 10):
         (tmp_path / "model.safetensors").write_bytes(whole[:size])
         with pytest.raises(ConfigError, match="cannot be told"):
-            identity(tmp_path)
+            weights_of(tmp_path)
