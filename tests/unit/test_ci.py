@@ -125,3 +125,12 @@ def test_commit_hook_rejects_other_subjects(message: str, is_rejected: bool) -> 
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))
     (hook,) = [each for each in config["repos"][0]["hooks"] if each["id"] == "commit-subject"]
     assert bool(re.search(hook["entry"], message, re.MULTILINE)) == is_rejected
+
+
+def test_release_workflow_publishes_what_the_job_built_without_a_token() -> None:
+    text = (ROOT / ".github/workflows/release.yml").read_text("utf-8")
+    jobs = yaml.safe_load(text)["jobs"]
+    assert any("ci/jobs/release.sh" in step.get("run", "") for step in jobs["build"]["steps"])
+    assert set(jobs["publish"]["needs"]) == {"build", "test"}
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert "secrets." not in text
