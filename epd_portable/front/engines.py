@@ -14,6 +14,7 @@ import copy
 import itertools
 import logging
 import socket
+import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
@@ -66,23 +67,40 @@ _MAX_LINE_BYTES = 1 << 20
 """Longest line of an API server to another one: settings of an engine that joins."""
 
 
+CLOSE_AFTER_S = 1.0
+"""Time between the end of an engine and that of the sockets to it."""
+
+
 class EngineClient(AsyncMPClient):
     """vLLM's client of one engine, which leaves no descriptor when it is shut down.
 
     vLLM leaves its ZMQ context, of seven descriptors, to the garbage collector.
+
+    A socket that is closed at the moment in which its peer's connection breaks off can abort the
+    process, or keep its context from ending (libzmq 4.3.5, zeromq/libzmq#3442). So sockets are
+    closed later, when ZMQ has taken in the end of the engine.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         try:
             super().__init__(*args, **kwargs)
         except BaseException:
-            self.resources.ctx.term()
+            _end_context(self.resources.ctx)
             raise
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Close all sockets, and then their context; from the loop's thread."""
-        super().shutdown(timeout)
-        self.resources.ctx.term()
+        """Take no more calls, and close all sockets later; from the loop's thread."""
+        self.resources.engine_dead = True
+        asyncio.get_running_loop().call_later(CLOSE_AFTER_S, self._close)
+
+    def _close(self) -> None:
+        super().shutdown()
+        _end_context(self.resources.ctx)
+
+
+def _end_context(context: zmq.Context[Any]) -> None:
+    """End a context, all of whose sockets are closed, without waiting for it."""
+    threading.Thread(target=context.term, name="epd-zmq-context", daemon=True).start()
 
 
 class FrontEngine:
@@ -519,13 +537,15 @@ class Engines:
         await asyncio.wait({making, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not making.done():
             # It would wait for minutes, and ends at a message of an engine that it does not know.
-            with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            context = zmq.Context()
+            with context.socket(zmq.DEALER) as stranger:
                 stranger.setsockopt(zmq.IDENTITY, b"stranger")
                 # Else the end of the context would wait for a client that has closed.
                 stranger.setsockopt(zmq.LINGER, 0)
                 stranger.connect(f"{place}-in")
                 stranger.send(b"")
                 await asyncio.wait({making})
+            _end_context(context)
         if making.exception() is not None and gone.done():
             return None
         return await making

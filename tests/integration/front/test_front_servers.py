@@ -285,6 +285,32 @@ async def test_engine_that_ends_leaves_no_descriptor(front: Front, fails: bool) 
     assert all(held)
 
 
+async def test_sockets_are_closed_some_time_after_their_engine_has_ended(front: Front) -> None:
+    """ZMQ must have taken in the end of the connection."""
+    engine = await front.start()
+    clients = [each.engines.by_name["pd-0"].client for each in front.servers]
+    await asyncio.to_thread(engine.end)
+    for each, client in zip(front.servers, clients, strict=True):
+        await went_down(each, "pd-0")
+        assert client.resources.engine_dead
+        assert not client.input_socket.closed
+    async with asyncio.timeout(30):
+        while not all(each.input_socket.closed for each in clients):
+            await asyncio.sleep(0.01)
+
+
+async def test_context_that_does_not_end_blocks_nothing(front: Front) -> None:
+    engine = await front.start()
+    client = front.servers[0].engines.by_name["pd-0"].client
+    with client.resources.ctx.socket(zmq.PAIR):  # An end waits for it.
+        await asyncio.to_thread(engine.end)
+        async with asyncio.timeout(30):
+            while not client.input_socket.closed:
+                await asyncio.sleep(0.01)
+        engine = await front.start()
+    await asyncio.to_thread(engine.end)
+
+
 async def test_engine_that_ends_leaves_no_socket_file(front: Front, tmp_path: Path) -> None:
     before = {*tmp_path.iterdir()}
     engine = await front.start()
