@@ -202,6 +202,21 @@ def test_an_item_is_encoded_to_its_end_where_images_come_first() -> None:
     encoder.close()
 
 
+def test_step_computes_between_two_modules_of_the_encoder(tower: Tower) -> None:
+    background = BackgroundEncoder(tower.encode, tower.blocks, "tokens")
+    background.submit(encoding("a"))
+    until(lambda: tower.begun == [0])
+    waiting = threading.Thread(target=background.begin_step)
+    waiting.start()
+    until(lambda: background.turns._stepping)
+    tower.may.release(3)
+    waiting.join()
+    assert tower.begun == [0]
+    background.end_step()
+    until(lambda: tower.begun == [0, 1, 2])
+    background.close()
+
+
 def test_a_turn_lasts_though_a_step_waits(tower: Tower) -> None:
     background = BackgroundEncoder(tower.encode, tower.blocks, "images")
     background.submit(encoding("a"))

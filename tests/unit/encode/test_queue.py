@@ -167,11 +167,13 @@ def test_the_prompt_of_one_item_may_take_several_steps() -> None:
     desk = Desk()
     film = desk.arrive("film", ("film", 6), text=200)
     desk.arrive("b", ("dog", 1))
+    assert not desk.queue.is_empty
     desk.admit()
     assert [name for name in desk.requests if desk.queue.may_start(name)] == ["film"]
     film.num_computed_tokens = 100
     desk.queue.scheduled(["film"])
     assert desk.step() == ["film"], "of its next step it takes all tokens, too"
+    assert desk.step() == ["b"] and desk.queue.is_empty
 
 
 def test_room_is_kept_for_an_item_that_a_later_step_computes() -> None:

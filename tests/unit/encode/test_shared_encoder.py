@@ -103,8 +103,10 @@ def test_jobs_are_begun_one_after_the_other(shared: Shared) -> None:
     shared.ask("a")
     shared.ask("b")
     assert shared.told == ["a"]
+    assert len(shared.encoder) == 2
     shared.encoded("a")
     assert shared.told == ["b"]
+    assert len(shared.encoder) == 2, "the end of the first was not reported"
 
 
 def test_transfers_to_others_keep_half_of_the_room_at_most(shared: Shared) -> None:

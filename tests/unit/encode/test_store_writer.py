@@ -12,6 +12,7 @@ from epd_portable.encode.store_writer import Output, StoreWriter
 from epd_portable.errors import StoreError, StoreFullError, TransportError
 from epd_portable.transfer.circuit_breaker import CircuitBreaker
 from epd_portable.transfer.stores.metrics import StoreMetrics
+from epd_portable.wire.descriptors import TensorSpec
 from tests.unit.transfer.stores.memory import (
     DEADLINE_S,
     NAMESPACE,
@@ -24,11 +25,18 @@ from tests.unit.transfer.stores.memory import (
 from tests.waiting import until
 
 
-def output(name: str, *, to_host: Callable[[], torch.Tensor] | None = None) -> Output:
+def output(
+    name: str,
+    *,
+    to_host: Callable[[], torch.Tensor] | None = None,
+    tensor: TensorSpec = SPEC,
+) -> Output:
     def host() -> torch.Tensor:
-        return torch.full((SPEC.nbytes,), 1, dtype=torch.uint8)
+        return torch.full((tensor.nbytes,), 1, dtype=torch.uint8)
 
-    order = TransferOrder(transfer_id=name, mm_hash=name, consumer="", tensor=SPEC, item_uuid=name)
+    order = TransferOrder(
+        transfer_id=name, mm_hash=name, consumer="", tensor=tensor, item_uuid=name
+    )
     return Output(order=order, to_host=to_host or host)
 
 
@@ -98,6 +106,18 @@ def test_nobody_waits_for_a_store_that_hangs_and_what_is_too_much_is_dropped() -
     side.until("writes_total", 4)
     side.close()
     assert side.count("queued_bytes") == 0
+
+
+def test_outputs_are_written_together_up_to_a_size() -> None:
+    large = TensorSpec(shape=(3 << 19, 1), dtype="float16")
+    side = Side(MemoryStore(), queued=1 << 20)
+    side.store.gate.clear()
+    for name in ("first", "second", "third", "fourth"):
+        side.writer.save_caches(output(name, tensor=large))
+        until(lambda: side.store.asked)  # The first is looked up alone.
+    side.store.gate.set()
+    side.close()
+    assert side.store.batches == [1, 2, 1], "of 3 MiB each, of at most 8 MiB"
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,17 @@ def test_workers_have_what_the_scheduler_believes(
             cache.free(each)
 
 
+def test_item_is_encoded_again_after_a_reset() -> None:
+    cache = make()
+    worker = Worker(cache)
+    for number in range(2):
+        each = ask("cat", number)
+        assert worker.step(each) == ["cat"]
+        cache.free(each)
+        cache.reset()
+    assert worker.step() == [] and (worker.device, worker.host) == (set(), set())
+
+
 def test_what_vllm_asks_for_brings_nothing_back_in_room_that_it_promised_to_others() -> None:
     cache = make()
     worker = Worker(cache)

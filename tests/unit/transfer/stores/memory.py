@@ -34,6 +34,7 @@ class MemoryStore(Store):
         gate: While it is not set, nothing is answered.
         error: Is raised by everything.
         asked: How often it was asked for anything.
+        batches: Numbers of entries that were written together.
         discarded: Keys.
         evicts: How many others it says to have removed with each call that writes.
     """
@@ -46,6 +47,7 @@ class MemoryStore(Store):
         self.gate.set()
         self.error: StoreError | None = None
         self.asked = 0
+        self.batches: list[int] = []
         self.discarded: list[str] = []
 
     def _answer(self) -> None:
@@ -60,6 +62,7 @@ class MemoryStore(Store):
 
     def save_caches(self, entries: Sequence[Entry]) -> int:
         self._answer()
+        self.batches.append(len(entries))
         self.entries |= {each.key: (each.head, bytes(each.payload)) for each in entries}
         return self.evicts
 

@@ -216,8 +216,10 @@ def test_after_a_while_one_tries_again_and_then_all(side: Callable[..., Side]) -
     assert isinstance(one.loader.load("t-3", key("bird"), "bird", SPEC), Nack)
     until(lambda: one.store.asked == 2)
     one.store.gate.set()
+    assert one.registry.get_sample_value("epd_pd_store_breaker") == 2
     assert [type(message) for message in one.heard()] == [Written]
     assert one.breaker.state == "closed"
+    assert one.registry.get_sample_value("epd_pd_store_breaker") == 0
 
 
 def test_a_load_that_is_given_up_closes_the_breaker(side: Callable[..., Side]) -> None:
