@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -78,3 +78,10 @@ def by_collective(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("collective")
     with _serving(folder, encoders=("collective",) * 2, prefills=("collective",) * 2) as served:
         yield served
+
+
+@pytest.fixture
+def close() -> Iterator[Callable[[Callable[[], None]], object]]:
+    """Name what is closed at the end of a test, the last first."""
+    with ExitStack() as closing:
+        yield closing.callback

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import ast
-import os
 import time
-import uuid
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.faults.ends import WAIT_S, Consumer, addresses, make_sender, order, settle
+from tests.faults.ends import FAST, Close, addresses, consumer, producer, settle
 from tests.faults.points import ENCODER_WORKER, LAUNCHER
-from tests.faults.small.pictures import Picture
 from tests.faults.topology import ROOT, Topology
 from tests.faults.traffic import check, quiet, requests, send
+from tests.kit.encode_side import order, output
 
 REQUESTS = 8
 WALL_CLOCK = {"time", "time_ns", "now", "utcnow"}
@@ -75,40 +72,27 @@ def test_topology_serves_restarts_and_ends_under_wall_clock_jumps(
 
 
 @pytest.mark.parametrize("path", ["shm", "tcp", "collective", "nixl"])
-def test_leaping_monotonic_clock_ends_leases_and_loses_nothing(tmp_path: Path, path: str) -> None:
+def test_leaping_monotonic_clock_ends_leases_and_loses_nothing(
+    tmp_path: Path, close: Close, path: str
+) -> None:
     """As after a machine was asleep and its clock went on: every deadline has passed at once."""
     leap_s = 0.0
     address, _ = addresses(tmp_path)
-    pool = f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-    consumer = Consumer(address, pool, path, clock=lambda: time.monotonic() + leap_s)
-    sender = make_sender(path)
-    try:
-        pictures = [Picture(f"leap-{number}", 60) for number in range(4)]
-        for picture in pictures:
-            consumer.arrive(picture, f"t-{picture.name}")
-            sender.submit(order(picture, f"t-{picture.name}", address), None)
-        _until(consumer, lambda: consumer.granted() == len(pictures))
-        leap_s = 100 * WAIT_S
-        consumer.step()
-        assert consumer.served() == dict.fromkeys((p.name for p in pictures), "local")
-        for picture in pictures:
-            sender.output_ready(picture.name, picture.output())
-        settle(consumer, sender)
-        late = Picture("late", 60)
-        consumer.arrive(late, "t-late")
-        sender.submit(order(late, "t-late", address), late.output())
-        _until(consumer, lambda: "late" in consumer.outputs)
-        assert torch.equal(consumer.outputs["late"], late.output())
-        assert consumer.served() == {"late": "transfer"}
-        settle(consumer, sender)
-    finally:
-        sender.close()
-        consumer.close()
-
-
-def _until(consumer: Consumer, condition: object) -> None:
-    end_s = time.monotonic() + 30.0
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end_s, "not in time"
-        consumer.step()
-        time.sleep(0.001)
+    pd = consumer(path, address, close, clock=lambda: time.monotonic() + leap_s)
+    sender = producer(path, close)
+    names = [f"leap-{number}" for number in range(4)]
+    for name in names:
+        pd.arrive(name, name, 60)
+        sender.submit(order(f"t-{name}", name, address, 60), None)
+    pd.step_until(lambda: all(pd.granted(f"t-{name}") for name in names))
+    leap_s = 100 * FAST["wait_timeout_s"]
+    pd.step()
+    assert pd.served() == dict.fromkeys(names, "local")
+    for name in names:
+        sender.output_ready(name, output(name, 60))
+    settle(pd, sender)
+    pd.arrive("late", "late", 60)
+    sender.submit(order("t-late", "late", address, 60), output("late", 60))
+    pd.step_until(lambda: "late" in pd.encoder_cache)
+    assert pd.served() == {"late": "transfer"}
+    settle(pd, sender)

@@ -8,8 +8,8 @@ import operator
 import os
 import threading
 import time
-import uuid
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,14 +18,15 @@ from epd_portable.demo.servers import free_port
 from tests.faults.census import descriptors_of
 from tests.faults.ends import (
     DEADLINE_S,
-    PATIENT_S,
-    Consumer,
+    PATIENT,
+    Close,
     addresses,
+    consumer,
     deliver,
-    make_sender,
+    producer,
     settle,
 )
-from tests.faults.small.pictures import Picture
+from tests.receiving import pool_name
 
 PER_LIFE = 4
 
@@ -51,33 +52,32 @@ def kept_files() -> Counter[str]:
 @pytest.mark.parametrize("lives", [4, pytest.param(6, marks=pytest.mark.full)])
 @pytest.mark.parametrize("path", ["shm", "tcp", "collective", "nixl"])
 def test_a_producer_has_as_many_files_after_many_restarts_as_after_one(
-    tmp_path: Path, path: str, lives: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    close: Close,
+    path: str,
+    lives: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Writers start, and connect, when they first have something to do.
     monkeypatch.setattr("epd_portable.encode.outputs._WRITERS", 1)
     address, _ = addresses(tmp_path)
-    pool = f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-    data = f"tcp://127.0.0.1:{free_port()}"
-    patient = {"lease_s": PATIENT_S, "wait_s": PATIENT_S}
-    sender = make_sender(path, **patient)
+    pool, data_address = pool_name(), f"tcp://127.0.0.1:{free_port()}"
+    sender = producer(path, close, **PATIENT)
     counts = []
-    try:
-        for life in range(lives):
-            consumer = Consumer(address, pool, path, data_address=data, **patient)
-            try:
-                asked = [Picture(f"{life}-{number}", 16) for number in range(PER_LIFE)]
-                sources = deliver(consumer, sender, address, asked, life)
-                assert "transfer" in sources.values()
-                settle(consumer, sender)
-            finally:
-                consumer.close()
-            del consumer
-            counts.append(kept_files())
-        most = functools.reduce(operator.or_, counts[1:-1])
-        # When the last consumer's end is closed is a matter of the moment.
-        end_s = time.monotonic() + DEADLINE_S
-        while counts[-1] - most:
-            assert time.monotonic() < end_s, counts
-            counts[-1] = kept_files()
-    finally:
-        sender.close()
+    for number in range(lives):
+        with ExitStack() as life:
+            pd = consumer(
+                path, address, life.callback, pool=pool, data_address=data_address, **PATIENT
+            )
+            asked = {f"{number}-{place}": 16 for place in range(PER_LIFE)}
+            sources = deliver(pd, sender, address, asked, number)
+            assert "transfer" in sources.values()
+            settle(pd, sender)
+        del pd, life
+        counts.append(kept_files())
+    most = functools.reduce(operator.or_, counts[1:-1])
+    # When the last consumer's end is closed is a matter of the moment.
+    end_s = time.monotonic() + DEADLINE_S
+    while counts[-1] - most:
+        assert time.monotonic() < end_s, counts
+        counts[-1] = kept_files()

@@ -8,6 +8,7 @@ network, and the workers' memory, which remembers which item's bytes are where.
 - `engine.Engine`: the turns of vLLM's engine core.
 - `encoder.Encoder`: an encode instance, as its messages show it.
 - `memory`: the receive pool, and the worker that reads it.
+- `ends`, `encode_side`: both ends of transfers over real sockets and memory, without vLLM.
 - `sizes`: how large everything is, and prompts.
 
 The random model of `tests.property.engine_model` is built of the same parts.

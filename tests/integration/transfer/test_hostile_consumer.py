@@ -14,9 +14,9 @@ from epd_portable.transfer.control import ControlServer
 from epd_portable.transfer.pool import SHM_FOLDER
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import Announce, Grant
-from tests.integration.transfer.conftest import DEADLINE_S
-from tests.integration.transfer.encode_side import make_sender, order, output
 from tests.keyring import keys
+from tests.kit.encode_side import make_sender, order, output
+from tests.kit.ends import DEADLINE_S
 from tests.receiving import pool_name
 
 CONTENT = b"mine" * 1000

@@ -20,15 +20,15 @@ from epd_portable.transfer.copies import DeviceCopies
 from epd_portable.transfer.paths.base import PathWriter
 from tests.contract.pairs import Pair, Route
 from tests.held_device import HeldPlatform
-from tests.integration.transfer.conftest import DEADLINE_S, PrefillSide
-from tests.integration.transfer.encode_side import (
+from tests.keyring import secret_file
+from tests.kit.encode_side import (
     FINGERPRINT,
     LEASE_S,
     make_sender,
     order,
     output,
 )
-from tests.keyring import secret_file
+from tests.kit.ends import DEADLINE_S, PrefillSide
 from tests.unit.items.harness import counted
 from tests.waiting import until
 

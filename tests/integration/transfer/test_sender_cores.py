@@ -14,7 +14,7 @@ import os, threading
 import torch
 from epd_portable.transfer.copies import CHUNK_BYTES, DeviceCopies
 from epd_portable.platforms import registry
-from tests.integration.transfer.encode_side import make_sender
+from tests.kit.encode_side import make_sender
 
 def tasks():
     return {int(task) for task in os.listdir("/proc/self/task")}

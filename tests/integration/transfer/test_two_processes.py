@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from epd_portable.transfer.pool import SharedMemory
-from tests.integration.transfer.conftest import EncodeSide, PrefillSide
-from tests.integration.transfer.encode_side import WIDTH, output
+from tests.kit.encode_side import WIDTH, output
+from tests.kit.ends import EncodeSide, PrefillSide
 
 TOKEN_BYTES = WIDTH * 4
 

@@ -13,8 +13,8 @@ import torch
 
 from epd_portable.wire import codec, messages
 from tests.contract.pairs import ROUTES
-from tests.integration.transfer.conftest import EncodeSide, PrefillSide
-from tests.integration.transfer.encode_side import output
+from tests.kit.encode_side import output
+from tests.kit.ends import EncodeSide, PrefillSide
 from tests.waiting import until
 
 OLD = messages.PROTOCOL_VERSION
@@ -101,8 +101,7 @@ class Site:
 
     def _close_pd(self) -> None:
         assert self.pd is not None
-        self.pd.shell.close()
-        self.pd.endpoint.close()
+        self.pd.close()
 
 
 @pytest.fixture

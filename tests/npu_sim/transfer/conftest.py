@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.pairs import Route
-from tests.integration.transfer.conftest import PrefillSide
+from tests.kit.ends import PrefillSide
 
 
 @pytest.fixture
@@ -16,5 +16,4 @@ def pd(route: Route, tmp_path: Path) -> Iterator[PrefillSide]:
     """A PD instance without an engine, in this process; the module says by which route."""
     made = PrefillSide(route, tmp_path)
     yield made
-    made.shell.close()
-    made.endpoint.close()
+    made.close()

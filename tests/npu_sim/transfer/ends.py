@@ -18,7 +18,7 @@ from epd_portable.encode.producer import ProducerSession, TransferOrder
 from epd_portable.transfer import copies
 from epd_portable.transfer.paths.collective import CollectiveWriter
 from epd_portable.wire.descriptors import TensorSpec
-from tests.integration.transfer.encode_side import make_sender
+from tests.kit.encode_side import make_sender
 from tests.npu_sim.platform.children import Child
 
 DEADLINE_S = 30.0
@@ -130,7 +130,7 @@ class Encode:
     def __init__(self, path: str, wait_timeout_s: float = 20.0, **settings: str) -> None:
         self._child = Child(**settings)
         do(self._child, "from tests.npu_sim.transfer.ends import EncodeWorker")
-        do(self._child, "from tests.integration.transfer.encode_side import output")
+        do(self._child, "from tests.kit.encode_side import output")
         do(self._child, f"worker = EncodeWorker({path!r}, {wait_timeout_s})")
 
     def order(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.contract.pairs import Pair, Route
-from tests.integration.transfer.conftest import PrefillSide
-from tests.integration.transfer.encode_side import WIDTH
+from tests.kit.encode_side import WIDTH
+from tests.kit.ends import PrefillSide
 from tests.npu_sim.transfer.ends import Encode
 
 LATE_S = 0.6

@@ -21,8 +21,8 @@ import torch
 
 from epd_portable.transfer.pool import SHM_FOLDER
 from tests.contract.pairs import Pair, Route
-from tests.integration.transfer.conftest import PrefillSide
-from tests.integration.transfer.encode_side import WIDTH, output
+from tests.kit.encode_side import WIDTH, output
+from tests.kit.ends import PrefillSide
 from tests.npu_sim.platform.children import Child
 from tests.npu_sim.transfer.ends import Encode, do
 
@@ -79,8 +79,8 @@ def open_pd(child: Child, route: Route, folder: Path) -> str:
     """Open a PD instance in a process, as ``pd``; return its pool."""
     do(child, "from pathlib import Path")
     do(child, "from tests.contract.pairs import Pair, Route")
-    do(child, "from tests.integration.transfer.conftest import PrefillSide")
-    do(child, "from tests.integration.transfer.encode_side import output")
+    do(child, "from tests.kit.ends import PrefillSide")
+    do(child, "from tests.kit.encode_side import output")
     do(child, f"pd = PrefillSide({route!r}, Path({str(folder)!r}), lease_s={LEASE_S})")
     return child.tell("pd.pool")
 
@@ -89,8 +89,7 @@ def open_pd(child: Child, route: Route, folder: Path) -> str:
 def pd(route: Route, tmp_path: Path) -> Iterator[PrefillSide]:
     made = PrefillSide(route, tmp_path, lease_s=LEASE_S)
     yield made
-    made.shell.close()
-    made.endpoint.close()
+    made.close()
 
 
 def assert_serves(encode: Encode, pd: PrefillSide, name: str = "dog") -> None:
@@ -310,7 +309,7 @@ def test_second_rank_places_an_item_written_by_a_third_device(
     do(first, "pd.step_until(lambda: pd.shell.orders._placements)")
     do(first, "orders = pd.shell.orders.take_orders([], computes=True)")
 
-    do(second, "from tests.integration.transfer.encode_side import output")
+    do(second, "from tests.kit.encode_side import output")
     do(second, "from epd_portable.config.instance import InstanceConfig")
     do(second, "from epd_portable.transfer.copies import DeviceCopies")
     do(second, "from epd_portable.transfer.worker_endpoint import WorkerEndpoint")
@@ -332,4 +331,4 @@ def test_second_rank_places_an_item_written_by_a_third_device(
     assert first.tell("str(pd.encoder_cache['cat'].device)") == "npu:1"
     assert first.tell("torch.equal(pd.encoder_cache['cat'].cpu(), output('cat', 300))") == ("True")
     do(second, "end.close()")
-    do(first, "pd.shell.close(); pd.endpoint.close()")
+    do(first, "pd.close()")

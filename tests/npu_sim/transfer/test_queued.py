@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.contract.pairs import Pair, Route
-from tests.integration.transfer.conftest import PrefillSide
-from tests.integration.transfer.encode_side import WIDTH, output
+from tests.kit.encode_side import WIDTH, output
+from tests.kit.ends import PrefillSide
 from tests.npu_sim.transfer.ends import Encode
 
 IPC, SHM = (Route(path, Pair("npu", "npu")) for path in ("ipc", "shm"))

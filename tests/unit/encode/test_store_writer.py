@@ -7,8 +7,9 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from epd_portable.config.instance import InstanceConfig
 from epd_portable.encode.producer import TransferOrder
-from epd_portable.encode.store_writer import Output, StoreWriter
+from epd_portable.encode.store_writer import Output, StoreWriter, open_writer
 from epd_portable.errors import StoreError, StoreFullError, TransportError
 from epd_portable.transfer.circuit_breaker import CircuitBreaker
 from epd_portable.transfer.stores.metrics import StoreMetrics
@@ -63,6 +64,10 @@ class Side:
 
     def close(self) -> None:
         self.writer.close(DEADLINE_S)
+
+
+def test_instance_without_a_store_writes_none() -> None:
+    assert open_writer(InstanceConfig(instance="encode-0", platform="cpu"), NAMESPACE) is None
 
 
 def test_outputs_are_written_sealed_under_their_keys() -> None:
@@ -126,13 +131,18 @@ def test_outputs_are_written_together_up_to_a_size() -> None:
 def test_a_store_that_takes_nothing_is_left_alone(error: StoreError, reason: str) -> None:
     side = Side(MemoryStore())
     side.store.error = error
+    side.store.gate.clear()
     side.writer.save_caches(output("cat"))
+    until(lambda: side.store.asked)
+    side.writer.save_caches(output("dog"))
+    side.store.gate.set()
     side.until("drops_total", 1, reason)
-    until(lambda: side.breaker.state == "open")
+    side.until("drops_total", 1, "unavailable")
+    assert side.breaker.state == "open"
     for number in range(5):
         side.writer.save_caches(output(f"{number}"))
     side.close()
-    assert side.count("drops_total", "unavailable") == 5
+    assert side.count("drops_total", "unavailable") == 6
     assert side.store.asked == 1
 
 
@@ -152,5 +162,6 @@ def test_an_output_that_cannot_be_copied_costs_no_other() -> None:
     assert key("cat") in side.store.entries and key("lost") not in side.store.entries
     side.writer.save_caches(output("odd", to_host=odd))
     side.until("drops_total", 2, "error")
+    until(lambda: side.breaker.state == "open")
     side.close()
     assert not any(each.name == "epd-store-writer" for each in threading.enumerate())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import zlib
 
 import torch
 
@@ -29,7 +30,7 @@ LEASE_S, TIMEOUT_S = 10.0, 20.0
 
 def output(mm_hash: str, num_tokens: int) -> torch.Tensor:
     """Return what the encoder puts out for an item, the same in every process."""
-    generator = torch.Generator().manual_seed(sum(mm_hash.encode()))
+    generator = torch.Generator().manual_seed(zlib.crc32(mm_hash.encode()))
     return torch.randn(num_tokens, WIDTH, generator=generator)
 
 
@@ -47,13 +48,15 @@ def make_sender(
     wait_timeout_s: float = TIMEOUT_S,
     platform: str = "cpu",
     name: str = "encode-0",
+    lease_s: float = LEASE_S,
 ) -> Sender:
+    """Return the sender of an encode worker on the first device."""
     config = InstanceConfig(
         instance=name,
         platform=platform,  # type: ignore[arg-type]
         path=path,
         wait_timeout_s=wait_timeout_s,
-        lease_s=LEASE_S,
+        lease_s=lease_s,
         secret_file=secret_file(),
     )
     registry.get(platform).set_device(0)
