@@ -70,6 +70,8 @@ def pieces(*, full: bool) -> list[Piece]:
     """Return the whole suite, each lane in its order."""
     more = ["--full"] if full else []
     mutants = [*PYTEST[:2], "tests.mutants", "transfer", "encode", "--least", "50"]
+    # Those of the simulated runtime itself run none of the package: CI and --full run them.
+    parts = [*(["simulator"] if full else []), "devices", "contract", "transfer"]
     npu = ["ci/jobs/npu-sim.sh", *([] if full else ["--short"])]
     faults = {"faults": "tests/faults"}
     if full:
@@ -103,7 +105,7 @@ def pieces(*, full: bool) -> list[Piece]:
             lane="devices",
             argv=[sys.executable, "-m", "ci.make_env", "--platform", "npu-sim"],
         ),
-        *(npu_piece(part, "devices") for part in ("devices", "contract", "transfer")),
+        *(npu_piece(part, "devices") for part in parts),
         *(tests(name, "devices", path) for name, path in faults.items()),
         # Short: lanes that end first take them, and all end at about the same time.
         npu_piece("faults", "devices"),

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Job "npu-sim": the real torch_npu and vllm-ascend over a simulated Ascend runtime, never hardware.
 #
-#   npu-sim.sh [--or-skip] [--short] [devices|contract|transfer|faults|engines]...
+#   npu-sim.sh [--or-skip] [--short] [simulator|devices|contract|transfer|faults|engines]...
 #
 # With --or-skip a machine that cannot have the environment (no gcc, no such wheels) skips it loudly;
 # every other failure fails. --short leaves out what shows by another path what the rest shows.
@@ -13,9 +13,9 @@ unavailable=3 # EXIT_UNAVAILABLE of ci/make_env.py
 
 tests_of() { # What pytest is told for a part.
     case $1 in
+    simulator) echo tests/npu_sim/runtime tests/npu_sim/operators ;;
     devices)
-        echo tests/npu_sim/runtime tests/npu_sim/operators tests/npu_sim/platform \
-            tests/npu_sim/hooks tests/npu_sim/launch tests/npu_sim/bench tests/devices \
+        echo tests/npu_sim/platform tests/npu_sim/hooks tests/npu_sim/launch tests/npu_sim/bench tests/devices \
             tests/npu_sim/transfer/test_ordering.py tests/npu_sim/transfer/test_queued.py \
             tests/npu_sim/transfer/test_computed.py
         ;;
@@ -37,14 +37,14 @@ for option in "$@"; do
     *)
         if ! tests_of "$option" >/dev/null; then
             echo "npu-sim.sh: unknown option $option;" \
-                "usage: npu-sim.sh [--or-skip] [--short] [devices|contract|transfer|faults|engines]..." >&2
+                "usage: npu-sim.sh [--or-skip] [--short] [simulator|devices|contract|transfer|faults|engines]..." >&2
             exit 2
         fi
         parts+=("$option")
         ;;
     esac
 done
-[ "${#parts[@]}" -gt 0 ] || parts=(devices contract transfer faults engines)
+[ "${#parts[@]}" -gt 0 ] || parts=(simulator devices contract transfer faults engines)
 
 exec 3>&1
 status=0

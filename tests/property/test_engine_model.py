@@ -17,7 +17,7 @@ from tests.property.budget import is_thorough
 
 pytestmark = pytest.mark.needs_vllm
 
-SEEDS = 800
+SEEDS = 400
 THOROUGH_S = 500
 """Of the processor."""
 DEADLINE_S = 600

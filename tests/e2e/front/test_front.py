@@ -387,7 +387,7 @@ def test_work_is_owed_from_when_it_is_sent_until_it_is_done(front: Split) -> Non
 
     # So long that a page shows all three at once, on a busy machine as well.
     long: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
-    ask(front.url, [picture(50), ASK], **long)  # From then on it is known what both take.
+    ask(front.url, [picture(50), ASK], max_tokens=50)  # From then on it is known what both take.
     before = seen()
     with ThreadPoolExecutor(3) as pool:
         pending = [
@@ -446,6 +446,7 @@ def test_a_killed_engine_ends_what_has_begun_and_refuses_the_rest(front: Split) 
     assert ask(front.url, [picture(31), ASK]).tokens
 
 
+@pytest.mark.full
 def test_a_killed_front_comes_back_with_new_engines(front: Split) -> None:
     before = ask(front.url, [picture(40), ASK])
     engines = [process(front.pid, name) for name in ENGINES]

@@ -14,10 +14,11 @@ from tests.e2e.cases import ASK
 from tests.e2e.conftest import ENGINE_MODULES, ROOT, Pair, forking
 from tests.npu_sim.e2e.conftest import DEVICES, simulated
 
+pytestmark = pytest.mark.full
 PAIRS = Path(sys.prefix) / "pairs"
 
 
-@pytest.fixture(scope="module", params=["0.23", pytest.param("0.26", marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=["0.23", "0.26"])
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, reference_url: str
 ) -> Iterator[Pair]:
