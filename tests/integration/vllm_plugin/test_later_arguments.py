@@ -8,12 +8,11 @@ import inspect
 import pkgutil
 import textwrap
 from collections.abc import Callable, Iterator
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from tests.npu_sim.hooks.kinds import resolve
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -48,7 +47,7 @@ def classes() -> Iterator[type]:
             if made.__module__ == module.__name__:
                 yield made
     for name in ("worker:EPDCPUWorker", "worker:EPDGPUWorker", "executor:EPDExecutor"):
-        yield resolve(f"{PLUGIN}.{name}")
+        yield resolve_name(f"{PLUGIN}.{name}")
     scheduler = importlib.import_module(f"{PLUGIN}.scheduler")
     for encodes, asynchronous in ((False, False), (False, True), (True, False)):
         yield scheduler.scheduler_class(
@@ -58,7 +57,7 @@ def classes() -> Iterator[type]:
             )
         )
     for mixin, runner in RUNNERS.items():
-        yield type("Runner", (resolve(mixin), resolve(runner)), {})
+        yield type("Runner", (resolve_name(mixin), resolve_name(runner)), {})
 
 
 def is_ours(part: type) -> bool:
@@ -68,7 +67,7 @@ def is_ours(part: type) -> bool:
 def overrides() -> dict[str, Callable[..., Any]]:
     """Return our functions that vLLM calls in the place of its own, by their names."""
     found = {}
-    constructed = tuple(map(resolve, MADE_BY_VLLM))
+    constructed = tuple(map(resolve_name, MADE_BY_VLLM))
     for made in classes():
         parts = inspect.getmro(made)
         theirs = {
@@ -82,8 +81,8 @@ def overrides() -> dict[str, Callable[..., Any]]:
                 if named and name in theirs and inspect.isfunction(function):
                     found[f"{part.__module__}:{part.__qualname__}.{name}"] = function
     for path in MANAGERS:
-        for name, function in inspect.getmembers(resolve(path), inspect.isfunction):
-            if not name.startswith("_") and hasattr(resolve(MANAGER), name):
+        for name, function in inspect.getmembers(resolve_name(path), inspect.isfunction):
+            if not name.startswith("_") and hasattr(resolve_name(MANAGER), name):
                 found[f"{path}.{name}"] = function
     return found
 
@@ -114,7 +113,7 @@ def test_overrides_take_and_pass_on_later_arguments() -> None:
 
 def test_scheduler_passes_later_arguments_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call as a later release may make it, through each class over vLLM's."""
-    base = resolve("vllm.v1.core.sched.scheduler:Scheduler")
+    base = resolve_name("vllm.v1.core.sched.scheduler:Scheduler")
     given: list[Any] = []
     monkeypatch.setattr(
         base, "add_request", lambda self, *args, **kwargs: given.append((args, kwargs))

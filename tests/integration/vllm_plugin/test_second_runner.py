@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,6 @@ from epd_portable.items.placer import EncodeOrder, WorkerOrders
 from epd_portable.platforms import registry
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.transfer.copies import DeviceCopies
-from tests.npu_sim.hooks.kinds import resolve
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -236,14 +236,14 @@ def test_only_a_whole_runner_gets_a_step_without_language_model() -> None:
     from epd_portable.vllm_plugin import compat, worker
     from epd_portable.vllm_plugin.encode_only import EncodeOnlyMixin
 
-    whole = resolve(RUNNER)
+    whole = resolve_name(RUNNER)
     made = whole.__new__(whole)
     made.is_encoder_only = False  # What `compat.encodes_only` asks before 0.29.
     assert EncodeOnlyMixin in worker._second_mixins(made, encodes=True)
     assert EncodeOnlyMixin not in worker._second_mixins(made, encodes=False)
     own = whole
     if compat.version() >= compat.ENCODE_ONLY_RUNNER:
-        own = resolve(ENCODE_RUNNER)
+        own = resolve_name(ENCODE_RUNNER)
     by_itself = own.__new__(own)
     by_itself.is_encoder_only = True
     assert EncodeOnlyMixin not in worker._second_mixins(by_itself, encodes=True)
@@ -262,7 +262,7 @@ def test_a_step_without_tokens_does_not_wait_for_the_encoder(tokens: int) -> Non
     """An encode instance would look at no request while its tower runs."""
     from epd_portable.vllm_plugin import worker
 
-    own = resolve(ENCODE_RUNNER)
+    own = resolve_name(ENCODE_RUNNER)
     if not hasattr(own, "input_tensor_semaphore"):
         pytest.skip("this vLLM's encode runner does not wait")
     calls: list[str] = []
@@ -301,7 +301,7 @@ class Encoding:
     lora_config: Any = None
 
     def __init__(self, hooking: Any, host: Host) -> None:
-        self.encoder_cache = resolve(CACHE)()
+        self.encoder_cache = resolve_name(CACHE)()
         self.encoder_cache.encoder_outputs = host.cache
         self.ec_connector = hooking
         self.model_state = SimpleNamespace(execute_mm_encoder=self._encode)
@@ -379,7 +379,7 @@ def started(hooking: Any, host: Host, monkeypatch: pytest.MonkeyPatch) -> Callab
         made.init_device()
         runner = made.model_runner
         runner.lora_config = None
-        runner.encoder_cache = resolve(CACHE)()
+        runner.encoder_cache = resolve_name(CACHE)()
         runner.encoder_cache.encoder_outputs = host.cache
         runner.ec_connector = hooking
         runner.model_state = SimpleNamespace(
@@ -396,7 +396,7 @@ def of_platform(name: str, base: type) -> type:
     def initialize_kv_cache(self: Any, kv_cache_config: Any) -> None:
         raise IndexError("block tables of no KV cache")
 
-    whole = resolve(RUNNER)
+    whole = resolve_name(RUNNER)
     body = {"initialize_kv_cache": initialize_kv_cache}
     bases = (whole,) if base is whole else (base, type("NPUModelRunner", (whole,), body))
     return type(name, bases, body if base is whole else {})
@@ -411,11 +411,11 @@ def test_platforms_runner_encodes_without_kv_cache(
     from epd_portable.vllm_plugin import compat
     from epd_portable.vllm_plugin.reports import StepMetadata
 
-    base = resolve(RUNNER)
+    base = resolve_name(RUNNER)
     if "Encoder" in name:
         if compat.version() < compat.ENCODE_ONLY_RUNNER:
             pytest.skip("this vLLM has no runner without language model")
-        base = resolve(ENCODE_RUNNER)
+        base = resolve_name(ENCODE_RUNNER)
     runner = started(of_platform(name, base))
     runner.initialize_kv_cache("none")
     output = runner.execute_model(

@@ -23,7 +23,6 @@ INVALID_PARAM = 100000
 RT_PARAM_INVALID = 107000
 INVALID_DEVICE = 107001
 CONTEXT_NULL = 107002
-INVALID_HANDLE = 107017
 OUT_OF_MEMORY = 207001
 RT_INTERNAL_ERROR = 507000
 STREAM_SYNC_TIMEOUT = 507046
@@ -166,15 +165,3 @@ def attributes(address: int) -> PointerAttributes:
     result = PointerAttributes()
     call("aclrtPointerGetAttributes", address, ctypes.byref(result))
     return result
-
-
-def export(address: int, size: int, *, anybody: bool = True) -> bytes:
-    """Return the key under which another process can import an allocation."""
-    key = ctypes.create_string_buffer(65)
-    call("aclrtIpcMemGetExportKey", address, size, key, len(key), int(anybody))
-    return key.value
-
-
-def import_key(key: bytes, *, peer: bool = True) -> int:
-    """Open another process's memory, of another device only as a peer."""
-    return pointer_from("aclrtIpcMemImportByKey", key, int(peer))

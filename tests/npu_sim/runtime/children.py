@@ -108,12 +108,6 @@ def talking(code: str, **settings: str) -> Iterator[subprocess.Popen[str]]:
         child.communicate(timeout=DEADLINE_S)
 
 
-def line_from(child: subprocess.Popen[str]) -> str:
-    """Return the next line that the child prints; empty when it has ended."""
-    assert child.stdout is not None
-    return child.stdout.readline().strip()
-
-
 def tell(child: subprocess.Popen[str], line: str = "") -> None:
     """Let the child read a line."""
     assert child.stdin is not None

@@ -51,7 +51,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 def run(environ: dict[str, str], program: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done
