@@ -161,7 +161,7 @@ def cli_page() -> str:
             records = [param.get_help_record(context) for param in each.get_params(context)]
             rows = [
                 "| `{}` | {} |".format(
-                    *(" ".join(cell.split()).replace("|", "\\|") for cell in record)
+                    *(" ".join(cell.split()).replace("|", "/") for cell in record)
                 )
                 for record in records
                 if record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import os
 import subprocess
 import sys
 import zipfile
@@ -75,3 +76,21 @@ def test_its_commands_and_its_vllm_plugin_point_at_modules_that_it_holds(
         for target in parser[section].values():
             module = target.partition(":")[0].replace(".", "/")
             assert f"{module}.py" in wheel.namelist(), target
+
+
+def test_its_launcher_plans_from_another_folder(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    installed, away = tmp_path / "installed", tmp_path / "away"
+    away.mkdir()
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, "--target", installed, str(wheel.filename)], check=True)
+    plan = [installed / "bin/epd-launch", "plan", "--platform", "cpu"]
+    planned = subprocess.run(
+        [*plan, "--config", "configs/1e1pd.yaml"],
+        cwd=away,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert planned.returncode == 0, planned.stderr
+    assert f"--model {installed / 'epd_portable/demo/model'}" in planned.stdout
