@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import defaultdict
+import statistics
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,6 +25,8 @@ from epd_portable.media.limits import RequestItem
 
 _NEW_ITEM = 0.2
 """Weight of the latest item in the average."""
+_JOBS = 5
+"""Latest jobs of an encoder for items of one size, of which more than half must be known."""
 _NEW_RESPONSE = 0.05
 """Weight of the latest response in the average."""
 _FORGET = 1.001
@@ -37,26 +40,42 @@ _Found = TypeVar("_Found")
 
 
 class EncodeTimes:
-    """Average seconds that encoders take for an item, by modality and size: of each, and of all."""
+    """Seconds that encoders take for an item, by modality and size.
+
+    Of all together the average. Of each the median of a few jobs: a first one that loads kernels,
+    and a busy moment, make no encoder slow.
+    """
 
     def __init__(self) -> None:
-        self._averages: defaultdict[str, dict[tuple[str, int], float]] = defaultdict(dict)
+        self._averages: dict[tuple[str, int], float] = {}
+        self._jobs: defaultdict[str, dict[tuple[str, int], deque[float]]] = defaultdict(dict)
+        self._medians: defaultdict[str, dict[tuple[str, int], float]] = defaultdict(dict)
 
-    def observe(self, item: RequestItem, seconds: float, encoder: str = "") -> None:
+    def observe(self, item: RequestItem, seconds: float, encoder: str) -> None:
         """Take in one encode job of an encoder, given by its name."""
         kind = item.modality, item.pixels.bit_length()
-        for averages in (self._averages[name] for name in {"", encoder}):
-            average = averages.get(kind, seconds)
-            averages[kind] = average + _NEW_ITEM * (seconds - average)
+        average = self._averages.get(kind, seconds)
+        self._averages[kind] = average + _NEW_ITEM * (seconds - average)
+        jobs = self._jobs[encoder].setdefault(kind, deque(maxlen=_JOBS))
+        jobs.append(seconds)
+        if len(jobs) > _JOBS // 2:
+            self._medians[encoder][kind] = statistics.median_low(jobs)
 
     def of(self, item: RequestItem, encoder: str = "") -> float:
         """Return the seconds that an encoder takes for an item; 0 for an unknown size.
 
-        One that has encoded nothing of that size is taken for the average of all, as is no name.
+        Without a name, or after few jobs of that size, the average of all.
         """
-        known = (self._averages[name] for name in (encoder, "") if name in self._averages)
-        found = (_nearest(averages, item.modality, item.pixels) for averages in known)
-        return next((seconds for seconds in found if seconds), 0.0)
+        known = self._medians.get(encoder, {})
+        for found in (known, self._averages):
+            if (seconds := _nearest(found, item.modality, item.pixels)) is not None:
+                return seconds
+        return 0.0
+
+    def forget(self, encoder: str) -> None:
+        """Drop what is known of an encoder that has left."""
+        self._jobs.pop(encoder, None)
+        self._medians.pop(encoder, None)
 
 
 class Work:

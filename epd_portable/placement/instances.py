@@ -509,6 +509,7 @@ class EndpointPool:
         instance = self._instances.pop(name)
         instance.health.draining = True
         instance.seen_gone("has left")
+        self.encode_times.forget(name)
 
     def choose_encoder(
         self,

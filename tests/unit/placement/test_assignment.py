@@ -48,7 +48,7 @@ class Scene:
         for each in self.encoders:
             each.health.seen_up()
         self.times = EncodeTimes()
-        self.times.observe(equal(1)[0], TIME_S)
+        self.times.observe(equal(1)[0], TIME_S, "any")
         self.budget = RetryBudget()
         self._running = contextlib.ExitStack()
 
@@ -287,8 +287,8 @@ def test_times_follow_what_is_seen_by_kind() -> None:
     times, [small], [large] = EncodeTimes(), equal(1), equal(1, 16 * PIXELS)
     for small_s in (0.1, 0.3):
         for _ in range(50):
-            times.observe(small, small_s)
-            times.observe(large, 1.0)
+            times.observe(small, small_s, "any")
+            times.observe(large, 1.0, "any")
         assert times.of(small) == pytest.approx(small_s, rel=1e-3)
         assert times.of(large) == pytest.approx(1.0)
 

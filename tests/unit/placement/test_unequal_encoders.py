@@ -23,7 +23,8 @@ def pool_of(**seconds: float) -> EndpointPool:
     pool = EndpointPool(chance=random.Random(7))
     for name, encode_s in seconds.items():
         pool.add(instance_settings(name)).health.seen_up()
-        pool.encode_times.observe(IMAGE, encode_s, name)
+        for _ in range(3):
+            pool.encode_times.observe(IMAGE, encode_s, name)
     return pool
 
 
@@ -66,3 +67,19 @@ def test_a_slow_encoder_delays_no_image_and_helps_under_overload(load: float) ->
     assert fmean(helped) <= fmean(alone) * 1.01
     if load > 1:
         assert fmean(helped) < 0.5 * fmean(alone)
+
+
+def test_no_encoder_is_slow_for_a_first_job_or_a_busy_moment() -> None:
+    pool = pool_of(other=GPU_S)
+    times, seen = pool.encode_times, []
+    for seconds in (9.0, GPU_S, GPU_S, 9.0, GPU_S, 9.0, 9.0):
+        times.observe(IMAGE, seconds, "one")
+        seen.append(times.of(IMAGE, "one"))
+    assert seen[2:] == [GPU_S, GPU_S, GPU_S, GPU_S, 9.0]
+
+
+def test_encoder_that_has_left_is_forgotten() -> None:
+    pool = pool_of(gpu=GPU_S, cpu=CPU_S)
+    pool.remove("cpu")
+    times = pool.encode_times
+    assert times.of(IMAGE, "cpu") == times.of(IMAGE) != CPU_S
