@@ -35,7 +35,7 @@ from epd_portable.launch.commands.command_line import (
 from epd_portable.launch.environment import new_run_id, run_secret_file
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.advice import Traffic, advice_rows, ways
-from epd_portable.launch.plan.check import inspect
+from epd_portable.launch.plan.check import inspect, inspect_environment
 from epd_portable.launch.plan.file_checks import named_files
 from epd_portable.launch.plan.machine import probed_machine
 from epd_portable.launch.plan.request import PlanRequest, python_of, refusals, store_warnings
@@ -231,20 +231,33 @@ def plan(advise: str | None, as_json: bool, **options: Any) -> None:
 @click.option(
     "--platform", type=click.Choice(PLATFORMS), help="Check this platform only.  [default: all]"
 )
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Topology file: the environment of its encode instances is checked too.",
+)
 @json_option
-def check(platform: str | None, as_json: bool) -> None:
+def check(platform: str | None, config: Path | None, as_json: bool) -> None:
     """Show the platforms, devices and transfer paths that can be used; why others cannot.
 
       epd-launch check
-      epd-launch check --platform npu
+      epd-launch check --platform npu --config configs/1e1pd.yaml
 
-    Exit status: 0 when a platform can be used (with --platform: that one), otherwise 1; 2 on bad
-    input.
+    Exit status: 0 when a platform can be used (with --platform: that one; with --config: each that
+    the file needs), otherwise 1; 2 on bad input.
     """
     findings = inspect([platform] if platform else list(TRAITS))
+    if config:
+        request = PlanRequest.from_options(platform=platform, config=config)
+        topology = request.load()
+        if topology.encodes_apart:
+            encode = request.for_encode(topology).traits.name
+            findings += inspect_environment(python_of(topology), encode)
     found = [dataclasses.asdict(finding) for finding in findings]
     show(findings_table(findings), as_json=as_json, findings=found)
-    if not any(finding.usable for finding in findings if finding.kind == "platform"):
+    usable = [finding.usable for finding in findings if finding.kind == "platform"]
+    if not (all(usable) if config else any(usable)):
         sys.exit(FAILED)
 
 

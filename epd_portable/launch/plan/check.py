@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
+import os
+import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from epd_portable.errors import PlatformError
+from epd_portable.launch.environment import child_environ
 from epd_portable.launch.plan.kv import KV_CONNECTORS
 from epd_portable.launch.plan.machine import ENGINES, installed_engines
 from epd_portable.platforms import registry as platforms
@@ -50,6 +54,22 @@ def inspect(platform_names: Sequence[str]) -> list[Finding]:
     for producer, consumer in itertools.product(usable, repeat=2):
         findings += _paths(producer, consumer)
     return findings
+
+
+def inspect_environment(python: str, platform: str) -> list[Finding]:
+    """Return what ``epd-launch check`` of another Python environment finds of a platform."""
+    argv = [python, "-m", "epd_portable.launch.cli", "check", "--platform", platform, "--json"]
+    try:
+        done = subprocess.run(
+            argv, env=child_environ(os.environ), capture_output=True, text=True, check=False
+        )
+        found = [Finding(**each) for each in json.loads(done.stdout)["findings"]]
+        return [replace(each, name=f"{each.name} by {python}") for each in found]
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except (ValueError, LookupError):
+        reason = (done.stderr.strip() or "it wrote nothing").splitlines()[-1]
+    return [Finding("platform", f"{platform} by {python}", False, reason)]
 
 
 def _platform(name: str) -> Iterator[Finding]:

@@ -56,6 +56,21 @@ def test_check_says_what_is_usable_and_why_the_rest_is_not(command: Command) -> 
     assert result.returncode == 0
 
 
+def test_check_looks_into_the_environment_of_encode_instances(
+    command: Command, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "apart.yaml"
+    for folder, status in ((sys.prefix, 0), ("/nowhere", 1)):
+        apart = f"encode: {{count: 1, platform: cpu, environment: {folder}}}"
+        file.write_text(f"model: m\ninstances: {{{apart}, prefill_decode: {{count: 1}}}}\n")
+        result = command("check", "--platform", "cpu", "--config", file, "--json")
+        findings = {item["name"]: item for item in json.loads(result.stdout)["findings"]}
+        there = findings[f"cpu by {folder}/bin/python"]
+        assert (result.returncode, there["usable"]) == (status, not status), there["reason"]
+        assert findings["cpu"]["usable"]
+
+
 def test_check_works_where_torch_is_absent() -> None:
     code = (
         "import sys\n"
