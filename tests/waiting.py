@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,4 +19,12 @@ def until(poll: Callable[[], T]) -> T:
     while not (found := poll()):
         assert time.monotonic() < deadline_s, f"did not happen within {DEADLINE_S:g} s"
         time.sleep(0.001)
+    return found
+
+
+async def until_async(poll: Callable[[], T]) -> T:
+    """Do as `until` does, while other coroutines go on."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not (found := poll()):
+            await asyncio.sleep(0.002)
     return found

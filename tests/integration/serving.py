@@ -22,13 +22,6 @@ from tests.listening import stop_listening
 DEADLINE_S = 60.0
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until something is so."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Received:
     """One request as it reached an instance."""

@@ -20,6 +20,7 @@ from epd_portable.transfer.stores.entry import Seal
 from epd_portable.transfer.stores.file import FileStore
 from epd_portable.wire.descriptors import TensorSpec
 from tests.integration.front.test_front import Front, Make, make, settle  # noqa: F401 - a fixture
+from tests.waiting import until_async
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -47,12 +48,6 @@ def front(make: Make, section: StoreSection) -> Stored:  # noqa: F811
     return begin
 
 
-async def until(happened: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not happened():
-            await asyncio.sleep(0.01)
-
-
 def namespace(front: Front) -> str:
     return Seal(front.client.secret).namespace("model")
 
@@ -70,7 +65,7 @@ def keep(front: Front, section: StoreSection, name: str) -> str:
 async def ask(front: Front, *pictures: str, name: str = "r") -> Any:
     """Send a request; return what its engine is told of its items' ways."""
     await front.ask(*pictures, name=name)
-    await until(lambda: name in front.engines["pd-0"].requests)
+    await until_async(lambda: name in front.engines["pd-0"].requests)
     await settle()
     return front.engines["pd-0"].params
 
@@ -136,14 +131,14 @@ async def test_entry_that_failed_once_is_not_expected_again(
     played = front("e-0", "pd-0", "pd-1")
     keep(played, section, "a")
     await played.ask("a")
-    await until(lambda: any("r" in each.requests for each in played.engines.values()))
+    await until_async(lambda: any("r" in each.requests for each in played.engines.values()))
     first = next(name for name, each in played.engines.items() if "r" in each.requests)
     other = "pd-1" if first == "pd-0" else "pd-0"
     (transfer,) = played.engines[first].params["transfers"]
     assert transfer["store"]
     await played.tells(first, transfer["transfer_id"])
     played.goes(first)
-    await until(lambda: played.engines[other].requests)
+    await until_async(lambda: played.engines[other].requests)
     (again,) = played.engines[other].params["transfers"]
     assert again["store"] == ""
 
@@ -180,7 +175,7 @@ async def test_forged_head_is_counted_and_removed(front: Stored, section: StoreS
     await ask(played, "aaaa")
     assert len(played.jobs("e-0")) == 1
     assert looked_up(played, "corrupt") == 1
-    await until(lambda: not path.exists())
+    await until_async(lambda: not path.exists())
 
 
 class Silent(FileStore):

@@ -27,8 +27,9 @@ from epd_portable.front.metrics import FrontMetrics
 from epd_portable.placement.instances import EndpointPool
 from tests.certificates import make_certificate
 from tests.integration.front.web import Answer, Site, moved, never, once, plain
-from tests.integration.serving import DEADLINE_S, until
+from tests.integration.serving import DEADLINE_S
 from tests.unit.media.samples import STILLS
+from tests.waiting import until_async
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -276,7 +277,7 @@ async def test_slow_and_endless_responses_time_out(world: World) -> None:
     for refused in await asyncio.gather(*(refusal(fetcher, world.url(path)) for path in slow)):
         assert (refused.status, refused.code) == (504, "media_url_timeout")
         assert "within 1 s" in str(refused)
-    await until(lambda: world.site.closed_early == len(slow))
+    await until_async(lambda: world.site.closed_early == len(slow))
 
 
 FAILING = {name: HOSTILE_ANSWERS[name][0] for name in ("cut", "cut-chunk", "no-http", "broken")}
@@ -335,7 +336,7 @@ async def test_both_attempts_share_one_timeout(world: World) -> None:
     world.site.pages["/a.png"] = answer
     refused = await refusal(world.fetcher(timeout_s=1.0), world.url())
     assert (refused.status, refused.code) == (504, "media_url_timeout")
-    await until(lambda: world.site.closed_early == 1)
+    await until_async(lambda: world.site.closed_early == 1)
     assert len(world.site.heads) == 2
 
 
@@ -393,7 +394,7 @@ async def test_url_of_many_requests_is_fetched_once(world: World) -> None:
     world.site.pages["/a.png"] = once(go_on, plain(PNG))
     fetcher = world.fetcher()
     asked = [asyncio.create_task(get(fetcher, world.url(), world.url())) for _ in range(50)]
-    await until(lambda: bool(world.site.heads))
+    await until_async(lambda: bool(world.site.heads))
     go_on.set()
     assert await asyncio.gather(*asked) == [[PNG] * 2] * 50
     assert await get(fetcher, world.url("/a.png#other")) == [PNG]
@@ -407,7 +408,7 @@ async def test_fetch_goes_on_when_one_of_two_requests_ends(world: World) -> None
     world.site.pages["/a.png"] = slowly(plain(PNG), 50, 0.05)
     fetcher = world.fetcher()
     first, second = (asyncio.create_task(get(fetcher, world.url())) for _ in range(2))
-    await until(lambda: bool(world.site.heads))
+    await until_async(lambda: bool(world.site.heads))
     first.cancel()
     assert await second == [PNG]
     assert first.cancelled()
@@ -417,14 +418,14 @@ async def test_fetch_ends_when_no_request_waits_for_it(world: World) -> None:
     world.site.pages["/a.png"] = slowly(plain(PNG), 1, 0.5)
     fetcher = world.fetcher()
     waiting = [asyncio.create_task(get(fetcher, world.url())) for _ in range(2)]
-    await until(lambda: bool(world.site.heads))
+    await until_async(lambda: bool(world.site.heads))
     world.site.pages["/a.png"] = plain(PNG)
     for each in waiting:
         each.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     # A request of this moment does not join the fetch that ends.
     assert await get(fetcher, world.url()) == [PNG]
-    await until(lambda: world.site.closed_early == 1)
+    await until_async(lambda: world.site.closed_early == 1)
     cancelled = 'epd_front_media_fetches_total{result="cancelled"} 1.0'
     assert cancelled in generate_latest(world.metrics.registry).decode()
 
@@ -479,7 +480,7 @@ async def test_fetches_at_a_time_are_limited(
     monkeypatch.setattr(media_urls, "MAX_FETCHES_OF_HOST", 3)
 
     async def when_all_turns_are_taken(writer: asyncio.StreamWriter) -> None:
-        await until(lambda: world.site.most_open >= most)
+        await until_async(lambda: world.site.most_open >= most)
         await asyncio.sleep(0.05)
         writer.write(plain(PNG))
 
@@ -527,7 +528,7 @@ async def test_slow_lookups_of_a_domain_delay_no_other_domain(world: World) -> N
     fetcher = world.fetcher()
     waiting = [asyncio.create_task(get(fetcher, world.url(host=name))) for name in slow]
     try:
-        await until(lambda: len(world.looked_up) == media_urls.LOOKUPS_OF_DOMAIN)
+        await until_async(lambda: len(world.looked_up) == media_urls.LOOKUPS_OF_DOMAIN)
         assert await get(fetcher, world.url()) == [PNG]
         # Who gives up leaves the thread where it is: nobody else of the domain has it yet.
         for task in waiting[:8]:

@@ -54,6 +54,7 @@ from epd_portable.wire.params import (
     to_params,
 )
 from tests.integration.front.played_front import Played, client_of, server_of, settle
+from tests.waiting import until_async
 
 pytestmark = [pytest.mark.needs_vllm, pytest.mark.timeout(120)]
 
@@ -181,12 +182,6 @@ def front(config: Any, tmp_path: Path) -> Iterator[Callable[..., SplitClient]]:
     for each in made:
         for task in each.engines._lives:
             task.cancel()
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def image(name: str, side: int = 8, still: bool = True) -> MultiModalFeatureSpec:
@@ -319,10 +314,10 @@ async def test_remote_engine_gets_the_item_as_it_is(
 ) -> None:
     client, far = front(), elsewhere()
     await client.engines.join(far.settings)
-    await until(lambda: client.engines.by_name["e-far"].instance.health.usable)
+    await until_async(lambda: client.engines.by_name["e-far"].instance.health.usable)
     item = image("A", 8, still)
     await client.add_request_async(asked("r", item))
-    await until(lambda: far.core.requests)
+    await until_async(lambda: far.core.requests)
     (got,) = far.core.last.mm_features
     assert got.identifier == "A"
     assert {k: v.data.tolist() for k, v in got.data.items()} == {
@@ -334,7 +329,7 @@ async def test_remote_engine_gets_the_item_as_it_is(
     pd = client.engines.by_name["pd-0"].client
     assert "pixel_values" not in pd.last.mm_features[0].data
     far.core.end(far.core.last.request_id)
-    await until(lambda: not client._jobs.open)
+    await until_async(lambda: not client._jobs.open)
     assert not client._open["r"].awaited
 
 
@@ -355,19 +350,19 @@ async def test_full_engine_is_followed_by_the_next(
     other = raw(far)
     await other.beat()
     await other.send_job(*other.job(config, "X"))
-    await until(lambda: far.core.requests)
+    await until_async(lambda: far.core.requests)
     await client.engines.join(far.settings)
-    await until(lambda: client.engines.by_name["e-far"].client)
+    await until_async(lambda: client.engines.by_name["e-far"].client)
     engine = client.engines.by_name["e-far"]
     # Known to be full by what other fronts have there: nothing is sent, and this one encodes.
-    await until(lambda: engine.instance.elsewhere == 1)
+    await until_async(lambda: engine.instance.elsewhere == 1)
     assert engine.is_full
     assert engine.instance.load == 1
     await client.add_request_async(asked("r", image("A")))
     await settle()
     assert "pixel_values" in client.engines.by_name["pd-0"].client.last.mm_features[0].data
     far.core.end("X")
-    await until(lambda: engine.instance.elsewhere == 0)
+    await until_async(lambda: engine.instance.elsewhere == 0)
     assert engine.instance.load == 0
 
 
@@ -375,29 +370,29 @@ async def test_engine_that_comes_back_gets_jobs_again(front: Any, elsewhere: Beg
     client, far = front(), elsewhere()
     await client.engines.join(far.settings)
     engine = client.engines.by_name["e-far"]
-    await until(lambda: engine.instance.health.usable)
+    await until_async(lambda: engine.instance.health.usable)
     await client.add_request_async(asked("r", image("A")))
-    await until(lambda: far.core.requests)
+    await until_async(lambda: far.core.requests)
     await far.die()
-    await until(lambda: not engine.instance.health.healthy)
+    await until_async(lambda: not engine.instance.health.healthy)
     # The item is encoded by the engine that answers: the request was sent again.
-    await until(lambda: len(client.engines.by_name["pd-0"].client.requests) == 2)
+    await until_async(lambda: len(client.engines.by_name["pd-0"].client.requests) == 2)
     again = elsewhere(port=far.port)
-    await until(lambda: engine.instance.health.usable)
+    await until_async(lambda: engine.instance.health.usable)
     await client.add_request_async(asked("s", image("B")))
-    await until(lambda: again.core.requests)
+    await until_async(lambda: again.core.requests)
     assert again.core.last.mm_features[0].identifier == "B"
 
 
 async def test_front_that_leaves_ends_its_jobs(front: Any, elsewhere: Begin) -> None:
     client, far = front(), elsewhere()
     await client.engines.join(far.settings)
-    await until(lambda: client.engines.by_name["e-far"].instance.health.usable)
+    await until_async(lambda: client.engines.by_name["e-far"].instance.health.usable)
     await client.add_request_async(asked("r", image("A")))
-    await until(lambda: far.core.requests)
+    await until_async(lambda: far.core.requests)
     for task in client.engines._lives:
         task.cancel()
-    await until(lambda: not far.core.open())
+    await until_async(lambda: not far.core.open())
     assert far.hub.jobs == 0
 
 
@@ -406,20 +401,20 @@ async def test_engine_leaves_when_nothing_needs_it(front: Any, elsewhere: Begin)
     assert await client.engines.join(far.settings)
     assert not await client.engines.join(far.settings)
     engine = client.engines.by_name["e-far"]
-    await until(lambda: engine.instance.health.usable)
+    await until_async(lambda: engine.instance.health.usable)
     await client.add_request_async(asked("r", image("A")))
-    await until(lambda: far.core.requests)
+    await until_async(lambda: far.core.requests)
     (shown,) = [x for x in await client.engines.seen("leave", "e-far") if x["name"] == "e-far"]
     assert (shown["state"], shown["idle"]) == ("draining", False)
     client.give_up(["r"])
-    await until(lambda: "e-far" not in client.engines.by_name)
+    await until_async(lambda: "e-far" not in client.engines.by_name)
     assert len(client.engines.pool) == 1
 
 
 async def test_reset_reaches_remote_engine_and_weights_do_not(front: Any, elsewhere: Begin) -> None:
     client, far = front(), elsewhere()
     await client.engines.join(far.settings)
-    await until(lambda: client.engines.by_name["e-far"].instance.health.usable)
+    await until_async(lambda: client.engines.by_name["e-far"].instance.health.usable)
     await client.call_utility_async("reset_encoder_cache")
     await client.call_utility_async("pause_scheduler", "abort", True)
     assert [each[1] for each in far.core.calls if each[1] != "is_scheduler_paused"] == [
@@ -436,7 +431,7 @@ async def test_other_engine_at_the_address_is_not_used(front: Any, elsewhere: Be
     client, far = front(), elsewhere()
     await client.engines.join(EngineSettings(name="e-near", role="encode", url=far.url))
     instance = client.engines.by_name["e-near"].instance
-    await until(lambda: "engine e-far is there" in instance.health.reason)
+    await until_async(lambda: "engine e-far is there" in instance.health.reason)
     assert not instance.health.healthy
 
 
@@ -481,7 +476,7 @@ async def test_other_version_of_hub_is_why_an_engine_is_down(front: Any, tmp_pat
         instance = client.engines.by_name["e-far"].instance
         refused = jobs.VersionRefused(version=OTHER, reason="version 1 of jobs at the sender")
         await hub.send_multipart([identity, as_other_version(refused)])
-        await until(lambda: "version 1 of jobs" in instance.health.reason)
+        await until_async(lambda: "version 1 of jobs" in instance.health.reason)
         assert not instance.health.healthy
 
 
@@ -494,12 +489,12 @@ async def test_silent_hub_is_gone_and_its_jobs_are_not_awaited(front: Any, tmp_p
             load=jobs.Load(),
         )  # fmt: skip
         await hub.send_multipart([identity, jobs.encode(here, "life")])
-        await until(lambda: instance.health.usable)
+        await until_async(lambda: instance.health.usable)
         await client.add_request_async(asked("r", image("A")))
-        await until(lambda: not instance.health.healthy)
+        await until_async(lambda: not instance.health.healthy)
         assert instance.health.reason == "it is silent"
         pd = client.engines.by_name["pd-0"].client
-        await until(lambda: len(pd.requests) == 2)
+        await until_async(lambda: len(pd.requests) == 2)
         assert "pixel_values" in pd.last.mm_features[0].data
 
 
@@ -516,7 +511,7 @@ def extra_of(core: EngineCoreRequest) -> dict[str, Any]:
 async def joined(client: SplitClient, far: Elsewhere) -> FrontEngine:
     """Let an engine join a front; return it when it is up."""
     await client.engines.join(far.settings)
-    await until(lambda: client.engines.by_name["e-far"].instance.health.usable)
+    await until_async(lambda: client.engines.by_name["e-far"].instance.health.usable)
     return client.engines.by_name["e-far"]
 
 
@@ -530,7 +525,7 @@ async def test_remote_engine_computes_the_prompt_as_it_is(
     core.sampling_params = SamplingParams(max_tokens=7, min_tokens=3, stop=["x"], seed=1)
     core.cache_salt, core.priority = "salt", 3
     await client.add_request_async(core)
-    await until(lambda: far.core.requests)
+    await until_async(lambda: far.core.requests)
     job = far.core.last
     assert job.prompt_token_ids == core.prompt_token_ids
     assert (job.cache_salt, job.priority) == ("salt", 3)
@@ -544,7 +539,7 @@ async def test_remote_engine_computes_the_prompt_as_it_is(
     decode = client.engines.by_name["d-0"].client
     assert not decode.requests
     far.core.end(job.request_id, FinishReason.LENGTH, PLACE)
-    await until(lambda: decode.requests)
+    await until_async(lambda: decode.requests)
     assert extra_of(decode.last)[KV] == PLACE
 
 
@@ -561,7 +556,7 @@ async def test_items_of_a_remote_prefill_job_come_from_encoders(
     near.client = Played("e-0")
     near.instance.health.seen_up()
     await client.add_request_async(asked("r", image("A")))
-    await until(lambda: far.core.requests)
+    await until_async(lambda: far.core.requests)
     job, encode = far.core.last, near.client.last
     (given,) = extra_of(encode)["ec_transfer_params"]["transfers"]
     (expected,) = extra_of(job)["ec_transfer_params"]["transfers"]
@@ -571,10 +566,10 @@ async def test_items_of_a_remote_prefill_job_come_from_encoders(
     assert [*job.mm_features[0].data] == ["image_grid_thw"]
     # What an engine says of its cache reaches every front.
     far.core.news(A=True)
-    await until(lambda: "A" in engine.holds)
+    await until_async(lambda: "A" in engine.holds)
     assert not client._jobs.requested[given["transfer_id"]].is_set()
     far.core.news(given["transfer_id"], A=False)
-    await until(lambda: not engine.holds)
+    await until_async(lambda: not engine.holds)
     assert client._jobs.requested[given["transfer_id"]].is_set()
 
 
@@ -585,7 +580,7 @@ async def test_front_that_comes_later_learns_what_an_engine_holds(
     far.core.news(A=True, B=True)
     far.core.news(A=False)
     engine = await joined(client, far)
-    await until(lambda: engine.holds == {"B"})
+    await until_async(lambda: engine.holds == {"B"})
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -595,18 +590,18 @@ async def test_full_remote_prefill_engine_is_passed_over(
     client, far = front(name="d-0"), elsewhere("prefill", max_queued_items=1)
     engine, decode = await joined(client, far), client.engines.by_name["d-0"].client
     await client.add_request_async(asked("r"))
-    await until(lambda: far.core.requests)
+    await until_async(lambda: far.core.requests)
     assert engine.is_full
     if not known:  # As when other fronts have sent jobs meanwhile.
         engine.settings = msgspec.structs.replace(engine.settings, max_queued_items=2)
     await client.add_request_async(asked("s"))
-    await until(lambda: "s" in decode.requests)
+    await until_async(lambda: "s" in decode.requests)
     assert extra_of(decode.last) == {}
     assert len(far.core.requests) == 1
     where = "unavailable" if known else "local"
     assert client.metrics.registry.get_sample_value("epd_front_prefills_total", {"where": where})
     far.core.end(far.core.last.request_id, FinishReason.LENGTH, PLACE)
-    await until(lambda: "r" in decode.requests)
+    await until_async(lambda: "r" in decode.requests)
     assert not engine.is_full
 
 
@@ -616,9 +611,9 @@ async def test_lost_remote_prefill_engine_leaves_the_prompt_to_decode(
     client, far = front(name="d-0"), elsewhere("prefill")
     engine, decode = await joined(client, far), client.engines.by_name["d-0"].client
     await client.add_request_async(asked("r", image("A")))
-    await until(lambda: far.core.requests)
+    await until_async(lambda: far.core.requests)
     await far.die()
-    await until(lambda: decode.requests)
+    await until_async(lambda: decode.requests)
     assert extra_of(decode.last) == {}
     assert not engine.instance.health.usable
 
@@ -629,10 +624,10 @@ async def test_request_that_ends_cancels_its_remote_prefill_job(
     client, far = front(name="d-0"), elsewhere("prefill")
     engine = await joined(client, far)
     await client.add_request_async(asked("r"))
-    await until(lambda: far.core.requests)
+    await until_async(lambda: far.core.requests)
     client.give_up(["r"])
-    await until(lambda: not far.core.open())
-    await until(lambda: far.hub.jobs == engine.instance.load == 0)
+    await until_async(lambda: not far.core.open())
+    await until_async(lambda: far.hub.jobs == engine.instance.load == 0)
 
 
 @pytest.mark.parametrize(
@@ -647,7 +642,7 @@ async def test_prompt_that_no_hub_takes_is_left_to_decode(
     for name, value in spoiled.items():
         setattr(core, name, value)
     await client.add_request_async(core)
-    await until(lambda: decode.requests)
+    await until_async(lambda: decode.requests)
     assert not far.core.requests
     assert engine.instance.health.usable
 
@@ -656,7 +651,7 @@ async def test_kv_of_another_form_is_why_an_engine_is_down(front: Any, elsewhere
     client, far = front(name="d-0"), elsewhere("prefill", kv="NixlConnector of vLLM 0.1")
     await client.engines.join(far.settings)
     instance = client.engines.by_name["e-far"].instance
-    await until(
+    await until_async(
         lambda: "its KV is NixlConnector of vLLM 0.1; read here is" in instance.health.reason
     )
     assert not instance.health.usable
@@ -668,7 +663,7 @@ async def test_kv_of_a_misfit_is_not_read(front: Any, elsewhere: Begin) -> None:
     engine, decode = await joined(client, far), client.engines.by_name["d-0"].client
     assert "d-0 refuses its KV, which differ in the dtype" in engine.instance.health.problem
     await client.add_request_async(asked("r"))
-    await until(lambda: decode.requests)
+    await until_async(lambda: decode.requests)
     assert not far.core.requests
 
 
@@ -682,7 +677,7 @@ async def test_reset_lets_a_remote_engine_use_no_prefix_again(front: Any, elsewh
     core = asked("r")
     core.cache_salt = "salt"
     await client.add_request_async(core)
-    await until(lambda: far.core.requests)
+    await until_async(lambda: far.core.requests)
     assert far.core.last.cache_salt == "1 salt"
 
 
@@ -694,11 +689,11 @@ async def test_engine_joins_every_api_server(front: Any, elsewhere: Begin, tmp_p
     far = elsewhere()
     await servers[0].engines.join(far.settings)
     for each in servers:
-        await until(lambda each=each: each.engines.by_name["e-far"].instance.health.usable)
+        await until_async(lambda each=each: each.engines.by_name["e-far"].instance.health.usable)
     assert len(far.hub._fronts) == 2
     # They are one front: what one has open is not work of others to the other.
     await servers[0].add_request_async(asked("r", image("A")))
-    await until(lambda: far.core.requests)
+    await until_async(lambda: far.core.requests)
     await asyncio.sleep(3 * BEAT_S)
     assert [each.engines.by_name["e-far"].instance.elsewhere for each in servers] == [0, 0]
     (shown,) = [x for x in await servers[1].engines.seen() if x["name"] == "e-far"]
@@ -706,7 +701,7 @@ async def test_engine_joins_every_api_server(front: Any, elsewhere: Begin, tmp_p
     await servers[1].engines.seen("leave", "e-far")
     servers[0].give_up(["r"])
     for each in servers:
-        await until(lambda each=each: "e-far" not in each.engines.by_name)
+        await until_async(lambda each=each: "e-far" not in each.engines.by_name)
         each.engines._server.close()
 
 
@@ -803,7 +798,7 @@ async def test_bad_jobs_never_reach_the_engine(
         await sender.socket.send_multipart(garbage)
     assert not far.core.requests
     await sender.send_job(*sender.job(config, "A"))
-    await until(lambda: far.core.requests)
+    await until_async(lambda: far.core.requests)
     await sender.send_job(*sender.job(config, "A"))
     assert (await sender.next()).reason == "a job of this name is open"
     far.core.end("A")
@@ -834,7 +829,7 @@ async def test_items_of_a_store_are_not_sent_to_remote_engines(
 
     client._store = Store()
     await client.add_request_async(asked("r", image("A")))
-    await until(lambda: far.core.requests)
+    await until_async(lambda: far.core.requests)
     assert "pixel_values" in far.core.last.mm_features[0].data
     assert "ec_transfer_params" not in extra_of(far.core.last)
 
@@ -868,12 +863,12 @@ async def test_many_jobs_are_full_beyond_the_limit_and_end_with_their_front(
     # Another front has its share all the same.
     await other.beat()
     await other.send_job(*other.job(config, "mine"))
-    await until(lambda: "mine" in far.core.requests)
+    await until_async(lambda: "mine" in far.core.requests)
     here = await other.beat()
     assert here.load.jobs == 10
     # Nobody may cancel the jobs of others.
     await other.send(jobs.Cancel(jobs=tuple(far.core.requests)))
-    await until(lambda: far.core.aborted == ["mine"])
+    await until_async(lambda: far.core.aborted == ["mine"])
     # The first one falls silent; the other does not.
     while far.hub.jobs:
         await other.beat()
@@ -887,7 +882,7 @@ async def test_messages_of_a_front_without_a_key_are_not_read(elsewhere: Begin, 
         plain.linger = 0
         plain.connect(far.url)
         await plain.send(jobs.encode(jobs.Beat(front="x"), "x"))
-        await until(lambda: far.hub._gate.refused)
+        await until_async(lambda: far.hub._gate.refused)
     assert not far.hub._fronts
 
 
@@ -935,8 +930,8 @@ async def test_engine_whose_outputs_could_not_be_taken_comes_back(
 
     client._take_output = fail
     far.core.news(A=True)
-    await until(lambda: engine.client is not first)
-    await until(lambda: engine.holds == {"A"})
+    await until_async(lambda: engine.client is not first)
+    await until_async(lambda: engine.holds == {"A"})
 
 
 async def test_engines_join_and_leave_by_signed_requests(http: Any, elsewhere: Begin) -> None:
@@ -947,18 +942,18 @@ async def test_engines_join_and_leave_by_signed_requests(http: Any, elsewhere: B
     assert (joined.status_code, joined.json()["name"]) == (201, "e-far")
     assert joined.json()["front"] == (await http("GET", path)).json()["front"]
     assert (await http("POST", path, body)).status_code == 200
-    await until(lambda: http.client.engines.by_name["e-far"].instance.health.usable)
+    await until_async(lambda: http.client.engines.by_name["e-far"].instance.health.usable)
     moved = await http("POST", path, {**body, "labels": {"zone": "c"}, "weight": 2.0})
     engine = http.client.engines.by_name["e-far"].instance
     assert (moved.status_code, engine.labels["zone"], engine.weight) == (200, "c", 2.0)
-    await until(lambda: http.client.engines.by_name["e-far"].instance.health.usable)
+    await until_async(lambda: http.client.engines.by_name["e-far"].instance.health.usable)
     taken = await http("POST", path, {**body, "url": "tcp://127.0.0.1:1"})
     assert (taken.status_code, taken.json()["error"]["code"]) == (409, "name_taken")
     own = await http("POST", path, {**body, "name": "pd-0"})
     assert own.status_code == 409
     assert (await http("DELETE", f"{path}/pd-0")).status_code == 409
     assert (await http("DELETE", f"{path}/e-far")).status_code == 200
-    await until(lambda: "e-far" not in http.client.engines.by_name)
+    await until_async(lambda: "e-far" not in http.client.engines.by_name)
 
 
 @pytest.mark.parametrize(

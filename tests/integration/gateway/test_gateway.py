@@ -22,6 +22,7 @@ from epd_portable.gateway import Gateway
 from epd_portable.placement.profiles.selection_types import SESSION_HEADER
 from tests.certificates import make_certificate
 from tests.listening import stop_listening
+from tests.waiting import until_async
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BODY = b'{"model": "m",   "messages": [], "nan": NaN}'
@@ -85,7 +86,7 @@ class Played:
         self.client = aiohttp.ClientSession(f"http://127.0.0.1:{self.port}", auto_decompress=False)
 
     async def until_up(self, *names: str) -> None:
-        await until(lambda: names == tuple(
+        await until_async(lambda: names == tuple(
             name for name, front in zip(self.fronts, self.gateway.fronts, strict=True)
             if not front.problem
         ))  # fmt: skip
@@ -102,12 +103,6 @@ class Played:
     async def close(self) -> None:
         await self.client.close()
         await self._runner.cleanup()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
@@ -191,7 +186,7 @@ async def test_request_goes_to_the_front_with_the_fewest_open_requests() -> None
 
         t.fronts["a"].handler = wait
         first = asyncio.create_task(t.ask())
-        await until(lambda: bool(t.fronts["a"].requests))
+        await until_async(lambda: bool(t.fronts["a"].requests))
         assert await t.metric('epd_gateway_open_requests{front="' + t.gateway.fronts[0].name) == 1
         assert [await t.ask() for _ in range(3)] == [(200, "b")] * 3
         go_on.set()
@@ -303,11 +298,11 @@ async def test_client_that_leaves_ends_its_request_at_the_front() -> None:
 
         t.fronts["a"].handler = wait
         asking = asyncio.create_task(t.ask())
-        await until(lambda: bool(t.fronts["a"].bodies))
+        await until_async(lambda: bool(t.fronts["a"].bodies))
         asking.cancel()
         async with asyncio.timeout(60):
             await t.fronts["a"].left.wait()
-        await until(lambda: t.gateway.fronts[0].load == 0)
+        await until_async(lambda: t.gateway.fronts[0].load == 0)
 
 
 async def test_long_body_is_passed_on_while_it_comes_and_not_sent_again(
@@ -344,11 +339,11 @@ async def test_bodies_that_come_count_before_they_are_whole(
 
         asking = [asyncio.create_task(t.ask(slow())) for _ in range(2)]  # type: ignore[arg-type]
         # The second one is not held until it is whole: the front has its request already.
-        await until(lambda: len(front.requests) == 1)
+        await until_async(lambda: len(front.requests) == 1)
         assert t.gateway._held_bytes == 1200
         go_on.set()
         assert await asyncio.gather(*asking) == [(200, "a")] * 2
-        await until(lambda: t.gateway._held_bytes == 0)
+        await until_async(lambda: t.gateway._held_bytes == 0)
 
 
 @pytest.mark.parametrize("target", [b"http://other.example/v1/models?a=1", b"/v1/models?a=1"])
@@ -437,7 +432,7 @@ async def test_command_serves_by_tls_and_ends_open_requests_before_it_ends(tmp_p
     trusted = ssl.create_default_context(cafile=cert)
     async with aiohttp.ClientSession(f"https://127.0.0.1:{port}") as client:
         asking = asyncio.create_task(_text(client, trusted))
-        await until(lambda: bool(front.bodies))
+        await until_async(lambda: bool(front.bodies))
         process.send_signal(signal.SIGTERM)
         assert b"open requests have" in await process.stdout.readline()
         go_on.set()
