@@ -21,7 +21,7 @@ from epd_portable.launch.plan.engine import render_arguments, resolve_model
 from epd_portable.launch.plan.machine import has_compiler
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.run import sessions
-from epd_portable.launch.run.logs import Tail
+from epd_portable.launch.run.logs import text_behind
 from epd_portable.platforms.traits import TRAITS
 
 _POLL_S = 0.25
@@ -83,9 +83,8 @@ class Server:
     def start(self) -> None:
         """Start it, and do not wait."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._tail = Tail(self.log)
-        self._tail.last(0)  # What an earlier server wrote is not looked at.
         with self.log.open("ab") as output:
+            self._log_begin = output.tell()
             self._process = self.popen(
                 self.argv,
                 env=child_environ({**os.environ, **self.env}),
@@ -114,11 +113,13 @@ class Server:
             LaunchError: It ended, or was not ready in time; the message ends with its last lines.
         """
         deadline_s = time.monotonic() + _START_TIMEOUT_S
+        seen = 0
         with httpx.Client(timeout=2.0, trust_env=False) as client:
             while time.monotonic() < deadline_s:
-                lines = self._tail.new()
-                for line in lines:
+                lines = text_behind(self.log, self._log_begin).split("\n")[:-1]
+                for line in lines[seen:]:
                     self.report(line)
+                seen = len(lines)
                 if self._process.poll() is not None:
                     raise LaunchError(f"{self.name} ended at start:\n{self._last_lines()}")
                 if self.ready:
@@ -132,7 +133,8 @@ class Server:
         )
 
     def _last_lines(self) -> str:
-        return "\n".join(self._tail.last(_TAIL_LINES))
+        lines = text_behind(self.log, self._log_begin).splitlines()
+        return "\n".join(lines[-_TAIL_LINES:])
 
 
 def _healthy(client: httpx.Client, url: str) -> bool:

@@ -92,50 +92,17 @@ def open_log(path: Path) -> BinaryIO:
     return file
 
 
-class Tail:
-    """Reads the end of a log that others append to and truncate; it may not exist yet.
+def text_behind(path: Path, place: int) -> str:
+    """Return what a log has behind so many bytes, at most the last 256 KiB of it.
 
-    Args:
-        place: Bytes to pass over.
+    Others append to it and truncate it: then all that is in it is new. It may not exist.
     """
-
-    def __init__(self, path: Path, place: int = 0) -> None:
-        self._path = path
-        self._place = place
-        self._rest = b""
-
-    def since_start(self) -> str:
-        """Return what was written behind the first place, at most 256 KiB of it, and stay there."""
-        size = self._size()
-        # Truncated meanwhile: all that is in it is new.
-        start = self._place = self._place if self._place <= size else 0
-        data = self._read(max(start, size - _TAIL_BYTES))
-        self._place = start
-        return data.decode("utf-8", "replace")
-
-    def last(self, count: int) -> list[str]:
-        """Return the last lines."""
-        data = self._read(max(0, self._size() - _TAIL_BYTES))
-        lines = data.decode("utf-8", "replace").splitlines()
-        return lines[max(0, len(lines) - count) :]
-
-    def new(self) -> list[str]:
-        """Return the lines that were completed since the last look."""
-        begin = self._place if self._size() >= self._place else 0
-        *whole, self._rest = (self._rest + self._read(begin)).split(b"\n")
-        return [line.decode("utf-8", "replace") for line in whole]
-
-    def _size(self) -> int:
-        return self._path.stat().st_size if self._path.exists() else 0
-
-    def _read(self, begin: int) -> bytes:
-        if not self._path.exists():
-            return b""
-        with self._path.open("rb") as file:
-            file.seek(begin)
-            data = file.read(_TAIL_BYTES)
-            self._place = file.tell()
-        return data
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(place if place <= size else 0, size - _TAIL_BYTES))
+        return file.read(_TAIL_BYTES).decode("utf-8", "replace")
 
 
 def latest_line(output: str) -> str:

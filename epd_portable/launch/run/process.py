@@ -20,7 +20,7 @@ from epd_portable.errors import LaunchError
 from epd_portable.launch.environment import child_environ
 from epd_portable.launch.plan.processes import ProcessSpec
 from epd_portable.launch.run.fronts import trusting
-from epd_portable.launch.run.logs import Tail, open_log
+from epd_portable.launch.run.logs import open_log, text_behind
 from epd_portable.launch.run.sessions import SHM
 
 _OF_ONE_ENGINE = ("PROMETHEUS_MULTIPROC_DIR", envs.EPD_METRICS_DIR.name)
@@ -59,7 +59,7 @@ class Child:
             with contextlib.suppress(OSError):
                 (SHM / spec.shm_name).unlink(missing_ok=True)
         with open_log(self.log) as output, on_cores({core for rank in spec.cores for core in rank}):
-            self._tail = Tail(self.log, output.tell())
+            self._log_begin = output.tell()
             env = _environment(environ, spec.env, run_id)
             try:
                 self._process = subprocess.Popen(
@@ -107,7 +107,7 @@ class Child:
 
     def output(self) -> str:
         """Return the end of what this start has written so far, at most 256 KiB."""
-        return self._tail.since_start()
+        return text_behind(self.log, self._log_begin)
 
 
 @contextlib.contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from epd_portable.launch.run.logs import Progress, failure_line, latest_line
+from epd_portable.launch.run.logs import Progress, failure_line, latest_line, text_behind
 
 ENGINE_FAILURE = """\
 (APIServer pid=10) INFO 01-31 12:00:00 [api_server.py:9] vLLM API server version 0.32.0
@@ -80,3 +82,15 @@ def test_progress_reports_at_doubled_times_what_is_not_ready() -> None:
     assert waiting.text == "122 s  still waiting for a (loading), b (importing)"
     assert (waiting.event, waiting.fields) == ("waiting", {"stages": stages, "elapsed_s": 122.0})
     assert Progress(started_at=0.0).notices({}, 100.0) == []
+
+
+def test_log_is_read_behind_a_place_or_whole_after_it_was_truncated(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    assert text_behind(log, 0) == ""
+    log.write_text("one\ntwo\n")
+    assert text_behind(log, 4) == "two\n"
+    assert text_behind(log, 8) == ""
+    log.write_text("new\n")
+    assert text_behind(log, 8) == "new\n"
+    log.write_text("x" * (300 << 10) + "end")
+    assert text_behind(log, 4) == "x" * ((256 << 10) - 3) + "end"

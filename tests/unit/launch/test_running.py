@@ -16,7 +16,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from epd_portable.launch.cli import main
-from epd_portable.launch.run.logs import Tail
 from epd_portable.launch.run.running import (
     ProcessRecord,
     RunRecord,
@@ -148,15 +147,3 @@ def test_logs_are_followed_until_the_launcher_ends(folder: Path, tmp_path: Path)
 def test_logs_are_those_of_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert ask("logs").exit_code == ask("logs", "--run", RUN).exit_code == 1
-
-
-def test_a_log_that_was_cut_is_followed_from_its_beginning(tmp_path: Path) -> None:
-    log = tmp_path / "a.log"
-    log.write_text("one\ntwo\n")
-    tail = Tail(log)
-    assert tail.last(1) == ["two"]
-    with log.open("a") as file:
-        file.write("three\nfo")
-    assert tail.new() == ["three"]
-    log.write_text("ur\n")
-    assert tail.new() == ["four"]
