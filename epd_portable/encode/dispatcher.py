@@ -129,7 +129,7 @@ class Dispatcher:
                 taken.append(order)
                 item = self._cache.items[order.mm_hash]
                 self.kept.keep(order.transfer_id, order.consumer, item)
-                self._cache.retain(order.mm_hash, order.transfer_id)
+                self._cache.hold(item, order.transfer_id)
                 trace("transfer.ordered", transfer=order.transfer_id, mm_hash=order.mm_hash)
         return taken
 
@@ -146,4 +146,4 @@ class Dispatcher:
         for transfer_id in transfer_ids:
             item = self.kept.give_back(transfer_id)
             if item is not None:
-                self._cache.deallocate(item.mm_hash, transfer_id)
+                self._cache.release(item, transfer_id)

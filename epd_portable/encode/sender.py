@@ -166,8 +166,12 @@ class Sender:
         transfer_ids = list(self._outputs.orders)
         self._outputs.reset()
         self.progress.take_ended()
-        for transfer_id in transfer_ids:
-            self._post(partial(self._outdate, transfer_id))
+
+        def fail(now: float) -> None:
+            for transfer_id in transfer_ids:
+                self._session.fail(transfer_id, OUTDATED)
+
+        self._post(fail)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Stop; writes that are under way end first.
@@ -265,9 +269,6 @@ class Sender:
                 if result is not None:
                     self._finish_write(result, time.monotonic())
             self._act(self._session.take_actions())
-
-    def _outdate(self, transfer_id: str, now: float) -> None:
-        self._session.fail(transfer_id, OUTDATED)
 
     def _act(self, actions: Actions) -> None:
         """Send messages, and forget what has ended; writes are begun by the caller."""

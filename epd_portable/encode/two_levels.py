@@ -183,7 +183,8 @@ class TwoLevelCache(ItemTable):
             return
         if not inputs:
             self._inputs.pop(request_id, None)
-        self.deallocate(mm_hash, request_id)
+        if (item := self.items.get(mm_hash)) is not None:
+            self.release(item, request_id)
 
     def free(self, request: MultiModalRequest, *args: Any, **kwargs: Any) -> None:
         """The request ended: give up everything it holds."""

@@ -336,10 +336,6 @@ class PrefillEncoderCache(ItemTable):
                 self.preempt(claim)
         self._release_unused(item)
 
-    def may_encode(self, item: Item, request_id: str) -> bool:
-        """Return whether a request may encode an item now: it has space, the request media."""
-        return item.state is State.LOCAL and request_id in item.holders
-
     # -- calls of vLLM's scheduler ---------------------------------------------------------------
 
     def reset(self, *args: Any, **kwargs: Any) -> None:
@@ -391,7 +387,7 @@ class PrefillEncoderCache(ItemTable):
     ) -> bool:
         """Return whether the item is to be encoded here, in this step, and has space for that."""
         item = self.items.get(request.mm_features[input_id].identifier)
-        if item is None or not self.may_encode(item, request.request_id):
+        if item is None or item.state is not State.LOCAL or request.request_id not in item.holders:
             return False
         together = num_embeds_to_schedule + item.num_embeds
         if num_embeds_to_schedule and 0 < self._encode_together < together:
@@ -501,17 +497,14 @@ class PrefillEncoderCache(ItemTable):
         slot = self.pool.reserve(item.tensor.nbytes, item.mm_hash)
         if slot is None:
             if not self.slot_returns:
-                resident = (each for each in self._idle.values() if self._is_resident(each))
+                resident = (each for each in self._idle if each in self.pool.resident)
                 if (idle := next(resident, None)) is not None:
-                    self.evict(idle)
+                    self.evict(self._idle[idle])
             return False
         self.make_space(item.num_embeds)
         self.occupy(item, State.RESERVED, slot)
         trace("item.reserved", mm_hash=item.mm_hash, nbytes=item.tensor.nbytes)
         return True
-
-    def _is_resident(self, item: Item) -> bool:
-        return item.mm_hash in self.pool.resident
 
     def _unserve(self, claim: Claim) -> None:
         """Take an item from a request, whose claim is pending again."""

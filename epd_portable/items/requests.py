@@ -12,7 +12,7 @@ from epd_portable.items.metrics import RequestFailure
 from epd_portable.items.prompt import match_transfers, metadata_only_items
 from epd_portable.items.shell import ItemShell
 from epd_portable.items.stalls import StallWatch, describe
-from epd_portable.items.table import ItemRequest, PromptItem
+from epd_portable.items.table import ItemRequest, PromptItem, State
 from epd_portable.log import trace
 from epd_portable.wire.params import CacheNews, ItemOutcome, PrefillOutcome, PrefillParams
 
@@ -376,8 +376,7 @@ class PrefillRequests:
     def _is_ready(self, record: ItemRequest, place: PromptItem) -> bool:
         """Return whether a request may compute an item in a step, or encode it there."""
         claim = record.claims[place.mm_hash]
-        here = claim.item.is_here or self._cache.may_encode(claim.item, record.request_id)
-        return claim.is_served and here
+        return claim.is_served and (claim.item.is_here or claim.item.state is State.LOCAL)
 
     def _is_able(self, record: ItemRequest) -> bool:
         """Return whether a request could compute, or would be failed, if the engine ran it now."""

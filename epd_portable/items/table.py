@@ -334,7 +334,7 @@ class ItemTable:
         self.forget_if_unused(item)
 
     def hold(self, item: Item, holder: str) -> None:
-        """Keep an item's space for a request or a transfer."""
+        """Keep an item's space for a request, or for a transfer that outlives its request."""
         item.holders.add(holder)
         if self._idle.pop(item.mm_hash, None) is not None:
             self.num_freeable_slots -= item.num_embeds
@@ -374,28 +374,6 @@ class ItemTable:
         if item.is_idle and item.mm_hash not in self._idle:
             self._idle[item.mm_hash] = item
             self.num_freeable_slots += item.num_embeds
-
-    # -- transfers to other engines --------------------------------------------------------------
-
-    def retain(self, mm_hash: str, holder: str) -> None:
-        """Keep an entry for a transfer, beyond the life of the request that encoded it.
-
-        Args:
-            mm_hash: An item that has an entry.
-            holder: Name of the transfer; differs from every request id.
-
-        Raises:
-            KeyError: The item has no entry.
-        """
-        if mm_hash not in self:
-            raise KeyError(mm_hash)
-        self.hold(self.items[mm_hash], holder)
-
-    def deallocate(self, mm_hash: str, holder: str) -> None:
-        """End what `retain` began; does nothing the second time."""
-        item = self.items.get(mm_hash)
-        if item is not None:
-            self.release(item, holder)
 
     def holders(self, mm_hash: str) -> frozenset[str]:
         """Return the holders of an entry; none if there is no entry."""

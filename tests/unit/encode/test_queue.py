@@ -88,7 +88,7 @@ class Desk:
                 transfer = f"{feature.identifier} of {name}"
                 item = self.cache.items[feature.identifier]
                 self.kept.keep(transfer, self.consumers[name], item)
-                self.cache.retain(feature.identifier, transfer)
+                self.cache.hold(item, transfer)
             encoded.num_computed_tokens = encoded.num_prompt_tokens
         self.queue.scheduled(started)
         for name in started:
@@ -99,8 +99,8 @@ class Desk:
     def transferred(self, request_id: str, *items: str) -> None:
         for mm_hash in items:
             transfer = f"{mm_hash} of {request_id}"
-            self.cache.deallocate(mm_hash, transfer)
-            self.kept.give_back(transfer)
+            if (item := self.kept.give_back(transfer)) is not None:
+                self.cache.release(item, transfer)
 
 
 @pytest.mark.parametrize("limits", [{"embeddings": 6}, {"tokens": 6}])

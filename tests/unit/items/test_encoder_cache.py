@@ -56,5 +56,4 @@ def test_reset_forgets_entries_and_keeps_what_is_on_its_way(cache: TwoLevelCache
     cache.land(item)
     assert cache.check_and_update_cache(request("s", ("cat", 3)), 0)
     cache.free(r)
-    cache.deallocate("held", "r")
     assert room(cache) == (7, 7)
