@@ -21,7 +21,7 @@ from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.secret import Secret
 from epd_portable.demo import MODEL_DIR
 from epd_portable.errors import NoCommonPathError
-from epd_portable.items.table import State
+from epd_portable.items.table import ItemRequest, State
 from epd_portable.launch.plan.engine import CONNECTOR, SCHEDULER_CLS
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.transfer.paths.base import LeaseFence
@@ -343,6 +343,10 @@ class Engine:
         self.prompt_tokens = self.tokens = self.steps = 0
         self.recomputed: set[str] = set()
         """Requests that were preempted or rolled back."""
+        self._paused: set[bool] = set()
+        """Of requests that run (``True``) or wait: those that a pause holds up."""
+        self._resumed_s = 0.0
+        self._expired: set[ItemRequest] = set()
 
     # -- what happens to it ------------------------------------------------------------------------
 
@@ -463,11 +467,13 @@ class Engine:
                 self._end(request_id, "abort")
         state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
         self.scheduler.set_pause_state(state)
+        self._paused = {False, True} if mode == "keep" else {False}
 
     def resume(self) -> None:
         from vllm.v1.core.sched.interface import PauseState
 
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
+        self._paused, self._resumed_s = set(), self._clock.now
 
     def is_paused(self) -> bool:
         """Return whether a pause is complete: vLLM's engine core takes no more steps."""
@@ -490,6 +496,7 @@ class Engine:
         """Messages are taken in, as between any two of the engine's doings."""
         with self._shell.lock:
             self._shell.take_in()
+        self._check_deadlines()
 
     # -- turns -------------------------------------------------------------------------------------
 
@@ -756,6 +763,15 @@ class Engine:
         value = self._registry.get_sample_value(name, labels)
         assert value is not None, f"unknown metric: {name} {labels}"
         return float(value)
+
+    def _check_deadlines(self) -> None:
+        """No request expires early, nor while a pause holds it up."""
+        requests = self._shell.cache.requests.values()
+        for each in [each for each in requests if each.expired and each not in self._expired]:
+            self._expired.add(each)
+            due_s = max(each.arrived_s, self._resumed_s) + self._sizes.wait_timeout_s
+            if self._clock.now < due_s or each.running in self._paused:
+                raise Violation(f"{each.request_id} expires before its deadline")
 
     def check_slots(self) -> None:
         """No slot of the receive pool is out."""
