@@ -252,15 +252,12 @@ class BackgroundEncoder(StepEncoder):
         with torch.inference_mode():
             while (order := self._orders.get()) is not None and not self._closing:
                 resets, encoding = order
-                output = self._output(encoding) if resets == self._resets else None
+                output = _traced(self._in_turn, encoding) if resets == self._resets else None
                 self._ended.put((resets, encoding.mm_hash, output))
 
-    def _output(self, encoding: EncodeOrder) -> torch.Tensor | None:
-        def encode(encoding: EncodeOrder) -> torch.Tensor:
-            with self.turns.encoder():
-                return self._encode(encoding)
-
-        return _traced(encode, encoding)
+    def _in_turn(self, encoding: EncodeOrder) -> torch.Tensor:
+        with self.turns.encoder():
+            return self._encode(encoding)
 
 
 def _traced(

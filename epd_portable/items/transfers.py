@@ -308,9 +308,7 @@ class Transfers:
             writer = _writer_of(sender, message)
             if message.code is NackCode.RELEASED:
                 self._release(writer)
-            elif message.code is not NackCode.NOT_STORED or transfer is None:
-                return
-            elif writer not in transfer.refused:
+            elif message.code is NackCode.NOT_STORED and transfer is not None:
                 self._leave_to_others(transfer, writer, message)
         elif isinstance(message, Abort):
             self._aborted(_writer_of(sender, message), message, transfer)
@@ -374,11 +372,9 @@ class Transfers:
 
     def _refuse_foreign(self, sender: bytes, message: Foreign, transfer: Transfer) -> None:
         """Exclude an encoder with another protocol version, which was answered."""
-        writer = _writer_of(sender, message)
-        if writer not in transfer.refused:
-            detail = f"the encoder: {message.problem}"
-            nack = writer.message(Nack, code=NackCode.INCOMPATIBLE, detail=detail)
-            self._leave_to_others(transfer, writer, nack)
+        writer, detail = _writer_of(sender, message), f"the encoder: {message.problem}"
+        nack = writer.message(Nack, code=NackCode.INCOMPATIBLE, detail=detail)
+        self._leave_to_others(transfer, writer, nack)
 
     def _take_announcement(self, sender: bytes, message: Announce, transfer: Transfer) -> None:
         writer = _writer_of(sender, message)
@@ -415,6 +411,8 @@ class Transfers:
 
     def _leave_to_others(self, transfer: Transfer, writer: Writer, nack: Nack) -> None:
         """Note that an attempt failed for good; another encoder may deliver the item."""
+        if writer in transfer.refused:
+            return
         self._note_refused(transfer, nack)
         if self._refuse(transfer, writer, nack):
             self._fail_if_abandoned(transfer)
@@ -608,20 +606,20 @@ class Transfers:
 
     def _fail(self, transfer: Transfer, cause: FailureCause, reason: str) -> None:
         """End a transfer without its item."""
-        if not self._revoke(transfer, reason) and transfer.writer is not None:
-            self._not_needed(transfer.writer)
-        self._end(transfer)
+        self._dismiss(transfer, reason)
         self._actions.append(TransferFailed(transfer, cause, reason))
         self._table.transfer_failed(transfer.item, reason)
 
     def _end_unneeded(self, item: Item, transfer_ids: Iterable[str]) -> None:
-        """End transfers of an item; a slot that was granted is quarantined."""
         for transfer in [each for key, each in item.transfers.items() if key in transfer_ids]:
-            revoked = self._revoke(transfer, "not needed any more")
-            if not revoked and transfer.writer is not None:
-                self._not_needed(transfer.writer)
-            self._end(transfer)
+            self._dismiss(transfer, "not needed any more")
         self._table.forget_if_unused(item)
+
+    def _dismiss(self, transfer: Transfer, reason: str) -> None:
+        """Inform the encoder of a transfer that ends; a slot that was granted is quarantined."""
+        if not self._revoke(transfer, reason) and transfer.writer is not None:
+            self._not_needed(transfer.writer)
+        self._end(transfer)
 
     def _end(self, transfer: Transfer) -> None:
         del self._transfers[transfer.transfer_id]
