@@ -73,13 +73,13 @@ class ComputeTurns:
         self._begun_s = 0.0
         """When the encoder's turn began."""
 
-    def begin_step(self) -> None:
+    def take_turn(self) -> None:
         """Return as soon as a step may compute."""
         with self._changed:
             self._stepping = True
             self._changed.wait_for(lambda: not (self._encoding or self._is_owed()))
 
-    def end_step(self) -> None:
+    def end_turn(self) -> None:
         """Let the encoder compute, if it is its turn; does nothing outside of a step."""
         with self._changed:
             if self._stepping:
@@ -164,10 +164,10 @@ class StepEncoder:
         placed, self._placed = self._placed, set()
         return failed, placed
 
-    def begin_step(self) -> None:
+    def take_turn(self) -> None:
         """A step is about to compute: at once, as nothing is encoded beside it."""
 
-    def end_step(self) -> None:
+    def end_turn(self) -> None:
         """A step has computed."""
 
     def close(self) -> None:
@@ -225,13 +225,13 @@ class BackgroundEncoder(StepEncoder):
         super().reset()
         self._resets += 1
 
-    def begin_step(self) -> None:
-        """See `ComputeTurns.begin_step`."""
-        self.turns.begin_step()
+    def take_turn(self) -> None:
+        """See `ComputeTurns.take_turn`."""
+        self.turns.take_turn()
 
-    def end_step(self) -> None:
-        """See `ComputeTurns.end_step`."""
-        self.turns.end_step()
+    def end_turn(self) -> None:
+        """See `ComputeTurns.end_turn`."""
+        self.turns.end_turn()
 
     def close(self) -> None:
         """End the thread, after the item that it encodes."""

@@ -99,9 +99,9 @@ def test_items_are_encoded_one_by_one_while_the_caller_goes_on(
 
 @contextmanager
 def step(turns: ComputeTurns | BackgroundEncoder) -> Iterator[None]:
-    turns.begin_step()
+    turns.take_turn()
     yield
-    turns.end_step()
+    turns.end_turn()
 
 
 class WatchedTurns(ComputeTurns):
@@ -144,11 +144,11 @@ class Encoder:
 @pytest.mark.parametrize("steps", [1, 3])
 def test_an_encoder_gets_a_turn_after_so_many_steps(steps: int) -> None:
     turns = WatchedTurns(TurnLengths(encoder_s=0.0, steps=steps, rest_s=60.0))
-    turns.begin_step()
+    turns.take_turn()
     encoder = Encoder(turns)
     until(lambda: turns._asking)
     looks = turns.looks
-    turns.end_step()
+    turns.end_turn()
     for done in range(1, steps):
         until(lambda before=looks: turns.looks > before)
         assert encoder.count == 0, f"{done} steps"
@@ -156,13 +156,13 @@ def test_an_encoder_gets_a_turn_after_so_many_steps(steps: int) -> None:
         with step(turns):
             """The encoder waits."""
     until(lambda: encoder.count == 1)
-    waiting = threading.Thread(target=turns.begin_step)
+    waiting = threading.Thread(target=turns.take_turn)
     waiting.start()
     until(lambda: turns._stepping)
     assert waiting.is_alive(), "the encoder has not paused"
     encoder.may_pause.release()
     waiting.join()
-    turns.end_step()
+    turns.end_turn()
     encoder.close()
 
 
@@ -174,13 +174,13 @@ def test_an_encoder_begins_at_once_where_no_step_came_for_a_while() -> None:
 
 def test_sampling_is_of_the_step_before_it() -> None:
     turns = ComputeTurns(TURNS["balanced"])
-    turns.begin_step()
+    turns.take_turn()
     encoder = Encoder(turns)
     until(lambda: turns._asking)
-    turns.begin_step()
+    turns.take_turn()
     assert encoder.count == 0, "the step has not ended"
-    turns.end_step()
-    turns.end_step()
+    turns.end_turn()
+    turns.end_turn()
     until(lambda: encoder.count == 1)
     encoder.close()
 
@@ -189,7 +189,7 @@ def test_an_item_is_encoded_to_its_end_where_images_come_first() -> None:
     turns = ComputeTurns(TURNS["images"])
     encoder = Encoder(turns)
     until(lambda: encoder.count == 1)
-    waiting = threading.Thread(target=turns.begin_step)
+    waiting = threading.Thread(target=turns.take_turn)
     waiting.start()
     until(lambda: turns._stepping)
     encoder.may_pause.release(3)
@@ -198,7 +198,7 @@ def test_an_item_is_encoded_to_its_end_where_images_come_first() -> None:
     encoder.count = 100
     encoder.may_pause.release()
     waiting.join()
-    turns.end_step()
+    turns.end_turn()
     encoder.close()
 
 
@@ -206,13 +206,13 @@ def test_step_computes_between_two_modules_of_the_encoder(tower: Tower) -> None:
     background = BackgroundEncoder(tower.encode, tower.blocks, "tokens")
     background.submit(encoding("a"))
     until(lambda: tower.begun == [0])
-    waiting = threading.Thread(target=background.begin_step)
+    waiting = threading.Thread(target=background.take_turn)
     waiting.start()
     until(lambda: background.turns._stepping)
     tower.may.release(3)
     waiting.join()
     assert tower.begun == [0]
-    background.end_step()
+    background.end_turn()
     until(lambda: tower.begun == [0, 1, 2])
     background.close()
 

@@ -45,8 +45,8 @@ class Noting:
         self.report: object = None
         self.traced: list[tuple[str, dict[str, object]]] = []
         self.encoder = SimpleNamespace(
-            begin_step=lambda: self.calls.append("turn"),
-            end_step=lambda: self.calls.append("over"),
+            take_turn=lambda: self.calls.append("turn"),
+            end_turn=lambda: self.calls.append("over"),
         )
 
     def begin_step(self, metadata: object, encoder_cache: dict[str, Any]) -> None:
