@@ -58,7 +58,9 @@ def _no_device(name: str, *modules: str) -> str | None:
 # Marker -> probe that returns why it is not satisfied here, or None.
 REQUIREMENTS: dict[str, Callable[[], str | None]] = {
     "needs_chromium": lambda: (
-        _no_module("playwright") or _no_program("chromium", package="chromium")
+        _no_module("playwright")
+        or (not shutil.which("google-chrome") and _no_program("chromium", package="chromium"))
+        or None
     ),
     "needs_cuda": lambda: _no_device("cuda"),
     "needs_kubectl": lambda: _no_program("kubectl", package="kubectl"),

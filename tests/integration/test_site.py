@@ -60,7 +60,8 @@ def test_pages_work_in_a_browser_without_another_host(site: str) -> None:
     faults: list[str] = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+            executable_path=shutil.which("chromium") or shutil.which("google-chrome"),
+            args=["--no-sandbox"],
         )
         page = browser.new_page(viewport={"width": 1400, "height": 900})
         page.on("request", lambda request: requested.append(request.url))
