@@ -716,6 +716,12 @@ class Engine:
         waits = self.unfinished or self.jobs or self._worker.is_sending
         return bool(waits or self._flying)
 
+    @property
+    def is_encoding(self) -> bool:
+        """Whether items are encoded beside steps, or that has not been reported."""
+        items = self.scheduler.encoder_cache_manager.items.values()
+        return any(each.state is State.ENCODING for each in items)
+
     def could_start(self, running: Running) -> bool:
         """Tell whether a request has a seat and KV memory, or could have both."""
         scheduler = self.scheduler

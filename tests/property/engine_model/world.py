@@ -241,7 +241,7 @@ class World:
         self._sent_again.add(self.arrive(replace(running.prompt, wishes=wishes)))
 
     def _reset(self) -> None:
-        if self.rng.random() < 0.01:
+        if self.rng.random() < (0.1 if self.engine.is_encoding else 0.01):
             self.seen["resets of the encoder cache"] += 1
             self._saw_reset |= set(self.engine.unfinished)
             self._reset_encoder_caches()
