@@ -146,6 +146,26 @@ def test_a_store_that_takes_nothing_is_left_alone(error: StoreError, reason: str
     assert side.store.asked == 1
 
 
+def test_reset_drops_outputs_that_wait() -> None:
+    side = Side(MemoryStore())
+    side.store.gate.clear()
+    side.writer.save_caches(output("cat"))
+    until(lambda: side.store.asked)
+    side.writer.save_caches(output("dog"))
+    side.writer.reset()
+    side.store.gate.set()
+    side.close()
+    assert side.store.entries.keys() == {key("cat")}
+    assert (side.count("drops_total", "unavailable"), side.count("queued_bytes")) == (1, 0)
+
+
+def test_closing_closes_the_store() -> None:
+    side = Side(MemoryStore())
+    side.store.gate.clear()
+    side.close()
+    assert side.store.gate.is_set()
+
+
 def test_an_output_that_cannot_be_copied_costs_no_other() -> None:
     def lost() -> torch.Tensor:
         raise TransportError("the device has failed")

@@ -85,6 +85,12 @@ def test_what_was_used_last_stays_in_host_memory() -> None:
     assert worker.host == {"bat", "dog"}, "of six: ant was older than bat, and cat the oldest"
 
 
+def test_copy_of_an_item_takes_all_host_memory() -> None:
+    worker = Worker(make(host_embeds=SIZES["cat"]))
+    worker.step(ask("cat"))
+    assert worker.host == {"cat"}
+
+
 names = st.sampled_from(sorted(SIZES))
 
 
