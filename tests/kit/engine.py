@@ -753,8 +753,8 @@ class Engine:
     def check_room(self) -> None:
         """All room of the encoder cache can be had, and no request is left in it."""
         cache = self.scheduler.encoder_cache_manager
-        if cache.requests:
-            raise Violation(f"{sorted(cache.requests)} have ended, and are left")
+        if left := cache.requests.keys() - self.unfinished.keys() - self.jobs:
+            raise Violation(f"{sorted(left)} have ended, and are left")
         if cache.num_freeable_slots != cache.cache_size:
             raise Violation(
                 f"{cache.cache_size - cache.num_freeable_slots} of {cache.cache_size} embeddings "
