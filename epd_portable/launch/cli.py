@@ -86,7 +86,7 @@ _log_dir_option = click.option(
 @_log_dir_option
 @json_lines_option
 def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
-    """Start the topology, serve in the foreground, stop on Ctrl-C or SIGTERM.
+    """Start the topology, and serve until Ctrl-C or SIGTERM.
 
     At a stop open requests have front.drain_s seconds to end; a second signal cuts them. A terminal
     that is closed is a stop, unless the launcher runs under nohup.
@@ -113,7 +113,7 @@ def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
 @_log_dir_option
 @json_lines_option
 def engine(role: Role, log_dir: Path | None, as_json: bool, **options: Any) -> None:
-    r"""Start one engine, which joins fronts on other machines, in the foreground.
+    r"""Start one engine that joins fronts on other machines.
 
     The file has launch.join and secret_file. One engine of --role is started, whatever its counts;
     its name ends in launch.host. Engines that prefill do so for decode instances of the fronts. At
@@ -191,10 +191,11 @@ def _serve(request: PlanRequest, log_dir: Path | None, *, as_json: bool) -> None
 )
 @json_option
 def plan(advise: str | None, as_json: bool, **options: Any) -> None:
-    r"""Show the processes that would be started; needs no device and starts nothing.
+    r"""Show the processes that would be started.
 
-    With --hardware it plans for the devices of that profile, whatever this machine has. What `up`
-    would refuse here, such as a port in use, is a warning.
+    It needs no device, and starts nothing. With --hardware it plans for the devices of that
+    profile, whatever this machine has. What `up` would refuse here, such as a port in use, is a
+    warning.
 
       epd-launch plan --platform cuda --config configs/1e3pd.yaml --set transfer.path=shm
       epd-launch plan --hardware h200 --config configs/h200-8.yaml \
@@ -239,7 +240,9 @@ def plan(advise: str | None, as_json: bool, **options: Any) -> None:
 )
 @json_option
 def check(platform: str | None, config: Path | None, as_json: bool) -> None:
-    """Show the platforms, devices and transfer paths that can be used; why others cannot.
+    """Show which platforms, devices and paths can be used.
+
+    Of each that cannot, the reason.
 
       epd-launch check
       epd-launch check --platform npu --config configs/1e1pd.yaml
@@ -294,9 +297,11 @@ def secret(file: str, as_json: bool) -> None:
 )
 @json_option
 def instances(front: str, secret_file: str, as_json: bool) -> None:
-    """Show the instances of a front: states, requests in flight, why one is down.
+    """Show the instances of a front, and why one is down.
 
-    epd-launch instances --front http://10.0.0.1:8000 --secret-file ~/epd.secret
+    For each the state, the requests in flight and the last problem with another instance.
+
+      epd-launch instances --front http://10.0.0.1:8000 --secret-file ~/epd.secret
     """
     found = FrontClient(front, Secret.read(secret_file)).instances()
     lines = [

@@ -43,8 +43,9 @@ def gateway(
     tls_ca_file: str | None,
     as_json: bool,
 ) -> None:
-    """Serve one address for several fronts; bytes are forwarded, not read.
+    """Serve one address for several fronts.
 
+    Bytes are forwarded, not read.
     For users who have nothing that balances plain vLLM servers, as a Kubernetes Service, llm-d or
     Envoy does. A request goes to the front with the fewest open requests; requests with the same
     header x-session-id go to the same front while it has room. Before the first byte of a response

@@ -17,7 +17,7 @@ from epd_portable.launch.run.running import RunRecord, find_runs
 @click.command()
 @json_option
 def status(as_json: bool) -> None:
-    """Show your topologies that run on this machine, with all their processes.
+    """Show your topologies on this machine, and their processes.
 
     It reads what each launcher that runs writes into the folder of its run. It sees launchers of
     the same user and temporary folder (TMPDIR) only.
@@ -44,7 +44,7 @@ def status(as_json: bool) -> None:
     "--run", "run_id", metavar="RUN", help="Which topology, where several run: its id in `status`."
 )
 def logs(instance: str | None, follow: bool, lines: int, run_id: str | None) -> None:
-    """Show the end of the logs of a running topology, of all processes or of INSTANCE.
+    """Show the end of the logs of a running topology, or of INSTANCE.
 
     They are shown by `tail`: with several files each part begins with the path of its file.
 
