@@ -94,12 +94,21 @@ def or_shipped(path: Path) -> Path:
 
     Args:
         path: As a user wrote it; ``configs/1e1pd.yaml`` and ``1e1pd.yaml`` mean one of the package.
+
+    Raises:
+        ConfigError: There is neither.
     """
-    if path.exists() or path.is_absolute():
+    if path.exists():
         return path
     parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
     found = SHIPPED.joinpath(*parts)
-    return found if ".." not in parts and found.is_file() else path
+    if not path.is_absolute() and ".." not in parts and found.is_file():
+        return found
+    names = ", ".join(sorted(each.name for each in SHIPPED.glob("*.yaml")))
+    raise ConfigError(
+        f"configuration file {path}: no such file; the package has {names}. Give one of them, or "
+        "the path of a file"
+    )
 
 
 def located(

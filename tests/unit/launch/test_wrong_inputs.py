@@ -61,7 +61,7 @@ def run(command: str, file: str = "model: demo\n", **env: str) -> Result:
         ("epd-launch up --platfrom cpu", ["'--platfrom'", "'--platform'"]),
         ("epd-launch plan --config t.yaml", ["name a platform with --platform"]),
         ("epd-launch plan --platform gpu --config t.yaml", ["'--platform'", "'gpu'", "'cuda'"]),
-        ("epd-launch plan --platform cpu --config nope.yaml", ["nope.yaml: No such file"]),
+        ("epd-launch plan --platform cpu --config nope.yaml", ["nope.yaml: no such file"]),
         ("epd-launch plan --platform cpu --config .", [".: Is a directory"]),
         (
             "epd-launch plan --platform npu --hardware nope --config t.yaml",
