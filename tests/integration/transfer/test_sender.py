@@ -77,7 +77,7 @@ def test_an_output_is_kept_until_its_transfers_end(sender: Sender, pd: PrefillSi
     begin(sender, pd)
     ended(sender, pd, "t-r")
     assert pd.placed == ["cat"]
-    counts = counted(sender._metrics._registry)
+    counts = counted(sender._metrics.registry)
     assert counts["epd_encode_transfers_total{source=cache}"] == 1
     assert counts["epd_encode_transfers_ended_total{result=settled}"] == 1
     assert counts["epd_encode_sent_bytes_total{path=shm}"] == output("cat", 10).nbytes
@@ -179,7 +179,7 @@ def test_a_write_that_raises_ends_its_transfer_and_no_other(
     begin(sender, pd, "s", "dog")
     ended(sender, pd, "t-s")
     assert pd.placed == ["dog"]
-    seen = counted(sender._metrics._registry)
+    seen = counted(sender._metrics.registry)
     assert seen["epd_encode_write_failures_total{path=shm}"] == 1
     assert seen["epd_encode_write_seconds_count{path=shm}"] == 1
     assert_nothing_is_kept(sender)
