@@ -48,7 +48,7 @@ class TurnLengths:
 
 
 TURNS: Mapping[EncodePriority, TurnLengths] = {
-    "tokens": TurnLengths(encoder_s=0.0, steps=8, rest_s=0.02),
+    "tokens": TurnLengths(encoder_s=0.01, steps=8, rest_s=0.02),
     # A step of a small model takes as long, so both have half of the time.
     "balanced": TurnLengths(encoder_s=0.01, steps=1),
     "images": TurnLengths(encoder_s=math.inf, steps=1),
