@@ -202,7 +202,11 @@ def test_an_item_is_encoded_to_its_end_where_images_come_first() -> None:
     encoder.close()
 
 
-def test_step_computes_between_two_modules_of_the_encoder(tower: Tower) -> None:
+def test_step_computes_between_two_modules_of_the_encoder(
+    tower: Tower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_module = TurnLengths(encoder_s=0.0, steps=8, rest_s=0.02)
+    monkeypatch.setitem(TURNS, "tokens", one_module)
     background = BackgroundEncoder(tower.encode, tower.blocks, "tokens")
     background.submit(encoding("a"))
     until(lambda: tower.begun == [0])
