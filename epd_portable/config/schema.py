@@ -84,8 +84,8 @@ class Launch(Section):
     """Suffix of the names of engines that join, in place of `launch.host`: for several launchers on
     one host. Lower-case letters, digits, hyphens and dots."""
     first_port: Annotated[int, Field(ge=1024, le=65535)] | None = None
-    """First port of the instances, which take ports in the order of `epd-launch plan`. 1024 to
-    32767. None: free ports, other ones in each run."""
+    """First port of the instances, which take ports in the order of `epd-launch plan`. From
+    1024; connections of Linux take none below 32768. None: free ports, other ones in each run."""
     startup_timeout_s: Seconds = 600.0
     """Longest time from the start of a process until it is healthy, then until engines are up at
     the fronts of `launch.join`."""
