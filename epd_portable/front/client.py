@@ -447,7 +447,7 @@ class SplitClient(AsyncMPClient):
         brought = [each for each in ways if each.by in by_transfer]
         # API servers share engines: what one gives them meanwhile, each does.
         here_s = self._servers * sum(
-            self._jobs.times.of(each.item) for each in ways if each.by == "local_first"
+            self._pool.encode_times.of(each.item) for each in ways if each.by == "local_first"
         )
         transfers = {
             each.item.item_uuid: new_transfer(each.item, engine.instance.control, self.secret)
@@ -462,7 +462,9 @@ class SplitClient(AsyncMPClient):
         self._at_engines[engine_id] = one
         for each in brought:
             if each.encoder is not None:
-                expected_s = self._servers * self._jobs.times.of(each.item, each.encoder.name)
+                expected_s = self._servers * self._pool.encode_times.of(
+                    each.item, each.encoder.name
+                )
                 one.reserve(each.item.item_uuid, each.encoder, expected_s)
         try:
             with while_up(engine.instance.in_flight()) as use:
@@ -534,7 +536,7 @@ class SplitClient(AsyncMPClient):
             one.items,
             engine.instance,
             choose if own is None else or_own(own, choose),
-            self._jobs.times,
+            self._pool.encode_times,
             settled=settled,
             elastic=elastic,
         )
@@ -544,7 +546,7 @@ class SplitClient(AsyncMPClient):
         for each in ways:
             if each.by in ("held", "stored"):
                 continue
-            self._pool.work.item_came(each.item, self._jobs.times.of(each.item))
+            self._pool.work.item_came(each.item, self._pool.encode_times.of(each.item))
             if each.by != "encoder":
                 self.metrics.items.labels(each.by).inc()
             if each.elastic:

@@ -62,13 +62,11 @@ _said = say_failure(logger, "an engine is sent away")
 
 FORGET_S = 600.0
 """An engine that has joined and stays away so long is forgotten."""
+_CLOSE_AFTER_S = 1.0
+"""Time between the end of an engine and that of the sockets to it."""
 _LOOK_EVERY_S = 1.0
 _MAX_LINE_BYTES = 1 << 20
 """Longest line of an API server to another one: settings of an engine that joins."""
-
-
-CLOSE_AFTER_S = 1.0
-"""Time between the end of an engine and that of the sockets to it."""
 
 
 class EngineClient(AsyncMPClient):
@@ -91,7 +89,7 @@ class EngineClient(AsyncMPClient):
     def shutdown(self, timeout: float | None = None) -> None:
         """Take no more calls, and close all sockets later; from the loop's thread."""
         self.resources.engine_dead = True
-        asyncio.get_running_loop().call_later(CLOSE_AFTER_S, self._close)
+        asyncio.get_running_loop().call_later(_CLOSE_AFTER_S, self._close)
 
     def _close(self) -> None:
         super().shutdown()

@@ -55,7 +55,6 @@ class ItemJobs:
 
     Attributes:
         open: Jobs that have not ended, by name.
-        times: Seconds that encoding takes.
         requested: Set when an encoder is to be asked for an item; by transfer, of all requests.
         resets: Changes when encoders may have forgotten what they encoded: calls of all engines.
     """
@@ -73,7 +72,7 @@ class ItemJobs:
         job_s: float | None = None,
         spans: Spans | None = None,
     ) -> None:
-        self.times = engines.pool.encode_times
+        self._times = engines.pool.encode_times
         self.requested: dict[str, asyncio.Event] = {}
         self.resets = 0
         self._engines = engines
@@ -128,7 +127,7 @@ class ItemJobs:
                 one.stored[item.item_uuid].usable = False
             one.held.discard(item.item_uuid)
             one.awaited.add(item.item_uuid)
-            self._engines.pool.work.item_came(item, self.times.of(item))
+            self._engines.pool.work.item_came(item, self._times.of(item))
             encoder = self.choose_encoder(one, item, [use.instance.name], use.instance.name)
         first = encoder
         tries = EncodeTries(
@@ -150,7 +149,7 @@ class ItemJobs:
                         one.selection.note_job(item, encoder)
                         # The first token may come before the reply to the job.
                         one.exchange.encoded[item.item_uuid] = encoder
-                        expected_s = self._servers * self.times.of(item, encoder.name)
+                        expected_s = self._servers * self._times.of(item, encoder.name)
                         with (
                             encoder.encoding(expected_s),
                             self._span(one, item, encoder) as span,
@@ -234,7 +233,7 @@ class ItemJobs:
             return EncodeFailure(kind=FailureKind.ERROR, reason=f"ended the job with {reason}")
         now = time.monotonic()
         # Until it had done the job before, it did not work on this one.
-        self.times.observe(item, now - max(begun, encoder.answered_at), encoder.name)
+        self._times.observe(item, now - max(begun, encoder.answered_at), encoder.name)
         encoder.answered_at = now
         self._metrics.encode_s.labels(encoder.name).observe(now - begun)
         return None

@@ -306,10 +306,7 @@ class EngineChoices:
         """Return the usable engine that should encode an item; none of those names."""
         # The first token waits for the last part of a video.
         first = _pending if item.is_part else None
-        times = self.pool.encode_times
-        chosen = self.pool.choose_encoder(
-            item.item_uuid, exclude, first=first, seconds=lambda each: times.of(item, each.name)
-        )
+        chosen = self.pool.choose_encoder(item.item_uuid, exclude, first=first, item=item)
         by = "an item's hash, below the load bound, where it does not end late"
         return self._explained("encode", chosen, by, item)
 

@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from epd_portable.config.roles import ROLE_LABEL, Duty, Role, duties_of
 from epd_portable.errors import EPDError
+from epd_portable.media.limits import RequestItem
 from epd_portable.placement.estimates import (
     AnswerTimes,
     CacheEstimate,
@@ -517,20 +518,20 @@ class EndpointPool:
         exclude: Collection[str] = (),
         among: Collection[Instance] | None = None,
         first: Callable[[Instance], Any] | None = None,
-        seconds: Callable[[Instance], float] | None = None,
+        item: RequestItem | None = None,
     ) -> Instance | None:
         """Return the usable instance that should encode an item.
 
         One that encodes it already has least to do for it, however busy it is. Otherwise a hash
         leads a repeated item to the encoder that has it in its cache, unless that one is too busy.
-        A slow one, such as a CPU beside a GPU, gets what it ends before all faster ones would.
+        A slow one, such as a CPU next to a GPU, gets what it ends before all faster ones would.
 
         Args:
             key: Name of the item, or a text to hash in its place.
             exclude: Names of instances that must not have it, such as full ones.
             among: Instances that may have it; all by default.
             first: Rank: instances for which it is not least are left out.
-            seconds: Time that an instance takes for the item; by default equal for all.
+            item: Its size leads to the time that each instance takes; by default equal for all.
         """
         left = [
             each
@@ -543,8 +544,8 @@ class EndpointPool:
         if first and left:
             least = min(map(first, left))
             left = [each for each in left if first(each) == least]
-        if seconds and left:
-            left = _without_late(left, [seconds(each) for each in left])
+        if item and left:
+            left = _without_late(left, [self.encode_times.of(item, each.name) for each in left])
         return self._usable["encode"].choose(key, left)
 
     def choose_least_loaded(

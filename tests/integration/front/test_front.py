@@ -110,7 +110,7 @@ async def test_parts_go_where_they_are_encoded_soonest_however_many_items_wait_t
 ) -> None:
     front = make("e-0", "e-1", "pd-0", max_queued_items=9)
     for name, seconds in (("a", 0.01), ("A", 1.0)):
-        front.client._jobs.times.observe(FrontItem(feature(name, 0)), seconds, "any")
+        front.client.engines.pool.encode_times.observe(FrontItem(feature(name, 0)), seconds, "any")
     front.goes("e-1")
     await front.ask(*"abcdef", name="pictures")
     front.comes("e-1")
@@ -476,7 +476,7 @@ async def test_an_idle_engine_encodes_some_of_many_pictures_by_itself(make: Make
     front = make("e-0", "pd-0", elastic_encode=True, max_queued_items=8)
     client = front.client
     pd = client.engines.by_name["pd-0"].instance
-    client._jobs.times.observe(FrontItem(feature("x", 0)), 1.0, "any")
+    client.engines.pool.encode_times.observe(FrontItem(feature("x", 0)), 1.0, "any")
     await front.ask(*"abcd")
     fields = [set(each.data) for each in front.engines["pd-0"].last.mm_features]
     assert fields == [{"pixel_values", "image_grid_thw"}, *[{"image_grid_thw"}] * 3]
@@ -500,7 +500,7 @@ async def test_an_idle_engine_encodes_some_of_many_pictures_by_itself(make: Make
 
 async def test_an_idle_engine_encodes_the_first_part_of_a_video_that_would_wait(make: Make) -> None:
     front = make("e-0", "e-1", "pd-0", elastic_encode=True, max_queued_items=8)
-    front.client._jobs.times.observe(FrontItem(feature("A", 0)), 1.0, "any")
+    front.client.engines.pool.encode_times.observe(FrontItem(feature("A", 0)), 1.0, "any")
     first, second = (front.client.engines.by_name[name].instance for name in ("e-0", "e-1"))
     with first.encoding(3.0), second.encoding(3.0):
         await front.ask("B")
@@ -520,7 +520,7 @@ async def test_an_engine_that_computes_for_another_api_server_is_not_idle(
     for count in (1 - reported, reported):
         stats = SchedulerStats(num_running_reqs=count)
         front.client._take_outputs(engine, EngineCoreOutputs(scheduler_stats=stats))
-    front.client._jobs.times.observe(FrontItem(feature("x", 0)), 1.0, "any")
+    front.client.engines.pool.encode_times.observe(FrontItem(feature("x", 0)), 1.0, "any")
     await front.ask(*"abcd")
     encoded = [each.mm_features[0].identifier for each in front.jobs("e-0")]
     assert encoded == [*("abcd" if reported else "bcd")]

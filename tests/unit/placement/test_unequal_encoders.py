@@ -1,4 +1,4 @@
-"""Choice among encoders of unequal speed, such as CPU cores beside a GPU, in simulated time."""
+"""Choice among encoders of unequal speed, such as CPU cores next to a GPU, in simulated time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMAGE = Picture(item_uuid="any", pixels=1008 * 1008)
 
 
 def pool_of(**seconds: float) -> EndpointPool:
-    """Return encoders that are up, and known to take so many seconds for a picture."""
+    """Return encoders that are up, and known to take so many seconds for an image."""
     pool = EndpointPool(chance=random.Random(7))
     for name, encode_s in seconds.items():
         pool.add(instance_settings(name)).health.seen_up()
@@ -29,7 +29,7 @@ def pool_of(**seconds: float) -> EndpointPool:
 
 
 def choose(pool: EndpointPool, name: str) -> Instance:
-    chosen = pool.choose_encoder(name, seconds=lambda e: pool.encode_times.of(IMAGE, e.name))
+    chosen = pool.choose_encoder(name, item=IMAGE)
     assert chosen is not None
     return chosen
 
