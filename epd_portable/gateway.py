@@ -109,9 +109,7 @@ class GatewayMetrics(Instruments):
         super().__init__()
         name, counter = "epd_gateway_{}".format, self._counter
         self.responses = counter(name("responses"), "Responses of fronts.", "front status")
-        self.sent_again = counter(
-            name("sent_again"), "Requests that went to another front.", "front"
-        )
+        self.retries = counter(name("retries"), "Requests that went to another front.", "front")
         self.open = self._gauge(name("open_requests"), "Requests that have not ended.", "front")
         self.up = self._gauge(name("front_up"), "1 for a front that gets requests.", "front")
 
@@ -275,7 +273,7 @@ class Gateway:
                     break
             finally:
                 front.load -= 1
-            self.metrics.sent_again.labels(front.name).inc()
+            self.metrics.retries.labels(front.name).inc()
             logger.warning("%s %s: front %s %s", request.method, request.path, front.url, why)
         raise unavailable(f"no front serves the request now: {why or self._problems()}")
 

@@ -84,8 +84,8 @@ class EncodeAdmission(Section):
     """Most items in flight and not encoded yet, for each usable encode engine."""
 
 
-class AnswerAdmission(Section):
-    """Requests in flight for each usable instance that answers, by weight."""
+class DecodeAdmission(Section):
+    """Requests in flight for each usable instance that decodes, by weight."""
 
     max_requests: Annotated[int, Field(ge=1)] | None = None
     """Most requests in flight, for each usable engine that generates."""
@@ -101,12 +101,12 @@ class AdmissionSection(Section):
     max_bytes: Annotated[Size, Field(ge=1024)] | None = None
     """Most bytes of the bodies of requests in flight. At least 1 KiB."""
     encode: EncodeAdmission = EncodeAdmission()
-    answer: AnswerAdmission = AnswerAdmission()
+    decode: DecodeAdmission = DecodeAdmission()
     max_waiting: Annotated[int, Field(ge=0)] = 1024
     """Most waiting requests. Further ones get 429 with `Retry-After`. `0`: no request waits."""
     max_wait_s: Seconds = 60.0
     """Longest wait of a request, then 429."""
-    heed_priority: bool = True
+    use_priority: bool = True
     """Order waiting requests by the priority that they ask for."""
 
 
@@ -133,9 +133,9 @@ class FrontSection(Section):
     """File of mode 600, one API key of at least 16 characters a line, read again when it changes.
     Clients send `Authorization: Bearer KEY` or `x-api-key`. `/health`, `/ping`, `/metrics` and
     `OPTIONS` need none."""
-    hop_keys_file: str | None = None
+    gateway_keys_file: str | None = None
     """Keys of [trusted gateways](choice.md#behind-another-picker), which may name the engines of a
-    request. They send `x-epd-hop-key`."""
+    request. They send `x-epd-gateway-key`."""
     cors_origins: list[str] = Field(default=[])
     """Origins of web pages that may send requests, as `https://chat.example.com`, or `*`. JSON
     needs `content-type: application/json`, else 415. Forms of other origins get 403."""

@@ -28,20 +28,20 @@ SHORT_ROLES: Mapping[str, Role] = MappingProxyType(
 )
 """Other names of roles."""
 
-Duty = Literal["encode", "prefill", "answer"]
-"""What the front asks of an instance: an item, the KV of a prompt, or the answer."""
+Stage = Literal["encode", "prefill", "decode"]
+"""Stage of a request that an instance serves: an item, the KV of a prompt, or the response."""
 
 ROLE_LABEL = "llm-d.ai/role"
 """Label of an instance that has its role."""
 
-DUTIES: Mapping[Role, Duty] = MappingProxyType(  # What a role is there for first.
+DUTIES: Mapping[Role, Stage] = MappingProxyType(  # What a role is there for first.
     {
         "encode": "encode",
         "prefill": "prefill",
-        "decode": "answer",
+        "decode": "decode",
         "encode-prefill": "prefill",
-        "prefill-decode": "answer",
-        "encode-prefill-decode": "answer",
+        "prefill-decode": "decode",
+        "encode-prefill-decode": "decode",
     }
 )
 
@@ -54,8 +54,8 @@ SENDS_KV: frozenset[Role] = frozenset({"prefill", "encode-prefill"})
 TAKES_KV: frozenset[Role] = frozenset({"decode"})
 
 
-def duties_of(role: Role) -> tuple[Duty, ...]:
-    """Return what the front asks of instances of a role."""
+def duties_of(role: Role) -> tuple[Stage, ...]:
+    """Return the stages that instances of a role serve."""
     duty = DUTIES[role]
     return ("encode", duty) if role in ENCODES and duty != "encode" else (duty,)
 

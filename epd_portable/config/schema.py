@@ -152,7 +152,7 @@ class Topology(Section):
                 "no instance takes the items that encode instances encode: name prefill or "
                 "prefill_decode, leave encode out, or set launch.join"
             )
-        elif not any(counts[role] for role in ROLES if DUTIES[role] == "answer"):
+        elif not any(counts[role] for role in ROLES if DUTIES[role] == "decode"):
             problem = (
                 "no instance answers requests: name decode, prefill_decode or "
                 "encode_prefill_decode, with a count of 1 or more"
@@ -178,7 +178,7 @@ class Topology(Section):
             raise ValueError(f"launch.join {front}: set secret_file, a copy of that front's")
         counts = self.instances.counts
         if others := [
-            group_of(role) for role in ROLES if DUTIES[role] == "answer" and counts[role]
+            group_of(role) for role in ROLES if DUTIES[role] == "decode" and counts[role]
         ]:
             raise ValueError(
                 f"instances: {', '.join(others)} cannot join a front on another machine, only "

@@ -77,7 +77,7 @@ class ComputeTurns:
         """Return as soon as a step may compute."""
         with self._changed:
             self._stepping = True
-            self._changed.wait_for(lambda: not (self._encoding or self._is_owed()))
+            self._changed.wait_for(lambda: not (self._encoding or self._is_due()))
 
     def end_turn(self) -> None:
         """Let the encoder compute, if it is its turn; does nothing outside of a step."""
@@ -112,11 +112,11 @@ class ComputeTurns:
             self._encoding = True
             self._begun_s = time.monotonic()
 
-    def _is_owed(self) -> bool:
+    def _is_due(self) -> bool:
         return self._passed >= self._turns.steps
 
     def _may_encode(self) -> bool:
-        if self._is_owed():
+        if self._is_due():
             return True
         return not self._stepping and time.monotonic() - self._stepped_s >= self._turns.rest_s
 

@@ -129,7 +129,7 @@ class KeptOutputs:
         """Forget all outputs, which other weights made; orders until now get none any more."""
         with self._lock:
             for output in self._outputs.values():
-                self._metrics.kept_bytes.dec(output.tensor.nbytes)
+                self._metrics.retained_bytes.dec(output.tensor.nbytes)
             self._outputs.clear()
             self._users.clear()
             self._outdated.update(self.orders.keys())
@@ -177,7 +177,7 @@ class KeptOutputs:
             del self._users[order.mm_hash]
             output = self._outputs.pop(order.mm_hash, None)
             if output is not None:
-                self._metrics.kept_bytes.dec(output.tensor.nbytes)
+                self._metrics.retained_bytes.dec(output.tensor.nbytes)
                 self._store_output(order, output)
             return True
 
@@ -192,7 +192,7 @@ class KeptOutputs:
         computed = self._copies.platform.record_event()
         computed_at: Future[float] = Future()
         self._outputs[mm_hash] = EncoderOutput(whole, computed, computed_at)
-        self._metrics.kept_bytes.inc(whole.nbytes)
+        self._metrics.retained_bytes.inc(whole.nbytes)
 
         def reached(at_s: float) -> None:
             computed_at.set_result(at_s)

@@ -122,7 +122,7 @@ class SplitClient(AsyncMPClient):
     Attributes:
         fail: Ends a request with an error at vLLM's server, and its siblings.
         words: Returns the tokens of a text; ``None`` without a tokenizer.
-        hop_keys: Of trusted gateways; ``None`` for none.
+        gateway_keys: Of trusted gateways; ``None`` for none.
         is_draining: It takes no new request.
         metrics: What it counts.
     """
@@ -138,9 +138,9 @@ class SplitClient(AsyncMPClient):
         paths = [Path(each) for each in settings.sockets]
         front = settings.front
         self._policy = _policy_of(front.choice)
-        self.hop_keys = None
-        if front.hop_keys_file is not None:
-            self.hop_keys = ApiKeys(front.hop_keys_file, "front.hop_keys_file")
+        self.gateway_keys = None
+        if front.gateway_keys_file is not None:
+            self.gateway_keys = ApiKeys(front.gateway_keys_file, "front.gateway_keys_file")
         self.engines = Engines(
             settings.engines,
             paths,
@@ -402,7 +402,7 @@ class SplitClient(AsyncMPClient):
                 if one.refused:
                     raise GracefulHTTPError(one.refused, HTTPStatus.BAD_REQUEST)
                 logger.warning("request %s is sent again: %s", request_id, one.again)
-                self.metrics.sent_again.inc()
+                self.metrics.retries.inc()
                 if one.missing and self._may_leave_out(one):
                     self._leave_out(one)
                     attempts += 1

@@ -135,7 +135,7 @@ class FrontEngine:
     @property
     def busy(self) -> Busy:
         """Whether tokens of requests wait while it encodes."""
-        return "queue" if max(self.instance.answers.running, self.running) else "idle"
+        return "queue" if max(self.instance.responses.running, self.running) else "idle"
 
     def report(self, stats: SchedulerStats) -> None:
         """Take in how busy it is; what it says holds until it says more."""
@@ -159,7 +159,7 @@ class FrontEngine:
     @property
     def generates(self) -> bool:
         """Whether it generates responses."""
-        return DUTIES[self.instance.role] == "answer"
+        return DUTIES[self.instance.role] == "decode"
 
     @property
     def is_full(self) -> bool:
@@ -230,7 +230,7 @@ def _worst(same: Sequence[dict[str, Any]]) -> dict[str, Any]:
         **worst,
         "idle": all(each["idle"] for each in same),
         "in_flight": sum(each["in_flight"] for each in same),
-        "owed_s": sum(each["owed_s"] for each in same) / len(same),
+        "backlog_s": sum(each["backlog_s"] for each in same) / len(same),
     }
 
 
@@ -401,7 +401,7 @@ class Engines:
 
     async def one_up(self) -> None:
         """Return when an engine is up that answers requests."""
-        waits = [asyncio.create_task(each.health.wait_up()) for each in self.pool.of_duty("answer")]
+        waits = [asyncio.create_task(each.health.wait_up()) for each in self.pool.of_duty("decode")]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for each in waits:
             each.cancel()

@@ -1,7 +1,7 @@
 """An HTTP request at the front: its body, its response, and headers that place it.
 
 The headers are llm-d's, and those of its first proposal. A gateway shows a key in the header
-``x-epd-hop-key``. Without a key the headers of placement are ignored.
+``x-epd-gateway-key``. Without a key the headers of placement are ignored.
 
 vLLM's handlers run in the task of the request or in tasks that this one starts, so a context
 variable leads from `epd_portable.front.http` to `epd_portable.front.client`.
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 GracefulHTTPError: Any = compat.graceful_error()
 _CODES = {429: "engines_full", 503: "service_unavailable"}
 """Codes of errors that a later attempt can avoid, by status."""
-KEY = "x-epd-hop-key"
+KEY = "x-epd-gateway-key"
 PREFILLER = "x-prefiller-host-port"
 ENCODERS = "x-encoder-hosts-ports"
 ENCODERS_TOO = "x-encoder-host-ports"
@@ -254,7 +254,7 @@ def read_hints(values: Mapping[str, str], keys: ApiKeys, pool: EndpointPool) -> 
     """
     if not keys.holds(values[KEY]):
         raise RequestError(
-            f"{KEY} is wrong: show one of the keys of front.hop_keys_file, or no such header",
+            f"{KEY} is wrong: show one of the keys of front.gateway_keys_file, or no such header",
             status=401,
             code="invalid_hop_key",
         )

@@ -171,7 +171,7 @@ class FrontMiddleware:
             seen = []  # An API server that starts, or has ended.
         up = [each for each in seen if each["state"] == "up"]
         assert self._client is not None
-        answers = any(DUTIES[each["role"]] == "answer" for each in up)
+        answers = any(DUTIES[each["role"]] == "decode" for each in up)
         ready = answers and not self._client.is_draining
         states = Counter(each["state"] for each in seen)
         body: dict[str, Any] = {
@@ -196,7 +196,7 @@ class FrontMiddleware:
         roles = {each.instance.role for each in engines.by_name.values()}
         is_used = settings.role in ENCODES or not roles.isdisjoint(TAKES_KV)
         reached = settings.url and (settings.control or settings.role == "encode")
-        if DUTIES[settings.role] == "answer" or not (is_used and reached):
+        if DUTIES[settings.role] == "decode" or not (is_used and reached):
             text = (
                 f"instance {settings.name!r} of role {settings.role} at {settings.url!r}: a front "
                 "takes encode engines at tcp://host:port, and with decode instances engines that "
@@ -371,7 +371,7 @@ class FrontMiddleware:
         one.session = headers.get(SESSION_HEADER, "")
         if self._keys is not None and headers.get(EXPLAIN_HEADER) == "1":
             one.explanation = Explanation()
-        keys = self._client.hop_keys
+        keys = self._client.gateway_keys
         if keys is not None and KEY in headers:
             try:
                 one.hints = read_hints(headers, keys, self._client.engines.pool)

@@ -33,8 +33,8 @@ class InstanceCollector(Collector):
             "Requests or jobs in flight at an engine.",
             labels=each_one,
         )
-        owed = gauge(
-            "epd_front_owed_seconds",
+        backlog = gauge(
+            "epd_front_backlog_seconds",
             "Work given to engines of a role and not ended, in seconds of one engine.",
             labels=["role"],
         )
@@ -49,12 +49,12 @@ class InstanceCollector(Collector):
             where = (each["name"], each["role"])
             up.add_metric(where, float(each["healthy"]))
             load.add_metric(where, float(each["in_flight"]))
-            by_role[each["role"]] = by_role.get(each["role"], 0.0) + each["owed_s"]
-        for role, owed_s in by_role.items():
-            owed.add_metric([role], owed_s)
+            by_role[each["role"]] = by_role.get(each["role"], 0.0) + each["backlog_s"]
+        for role, backlog_s in by_role.items():
+            backlog.add_metric([role], backlog_s)
         for (role, modality, size), seconds in seen.came_s:
             came.add_metric([role, modality, str(1 << size)], seconds)
-        return (up, load, owed, came)
+        return (up, load, backlog, came)
 
 
 class FrontMetrics(Instruments):
@@ -85,8 +85,8 @@ class FrontMetrics(Instruments):
             "Items that generating engines encode by choice.",
             "reason",
         )
-        self.sent_again = counter(
-            "epd_front_sent_again",
+        self.retries = counter(
+            "epd_front_retries",
             "Requests that were sent to an engine once more after a failure.",
         )
         self.prefills = counter(

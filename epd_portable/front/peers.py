@@ -65,7 +65,7 @@ class Peer:
         config: Of the front.
         front: Name that API servers of one front have in common.
         failed: Called with a job and why it was not done.
-        loaded: Called with what the engine owes other fronts.
+        loaded: Called with the backlog of the engine for other fronts.
 
     Attributes:
         here: What the hub last said of its engine.

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 from vllm.v1.engine import EngineCoreRequest
 
-from epd_portable.config.roles import Duty
 from epd_portable.front.exchange import (
     CACHE_KEY,
     ENCODERS,
@@ -285,7 +284,7 @@ class EngineChoices:
 
     def choose_engine(self) -> Instance | None:
         """Return the usable engine that should generate; ``None`` if there is none."""
-        chosen = self._nearest("answer") or self.pool.choose_least_loaded()
+        chosen = self._nearest("decode") or self.pool.choose_least_loaded()
         return self._explained("decode", chosen, "the prompt's beginning, then the least load")
 
     def disaggregates_prefill(self) -> bool:
@@ -335,7 +334,7 @@ class EngineChoices:
         """Whether decisions are recorded."""
         return self.one.exchange.explanation is not None or logger.isEnabledFor(logging.DEBUG)
 
-    def _nearest(self, duty: Duty, exclude: Collection[str] = ()) -> Instance | None:
+    def _nearest(self, duty: Stage, exclude: Collection[str] = ()) -> Instance | None:
         """Return who has the most of a prompt's beginning, unless others are much less busy."""
         usable = [each for each in self.pool.usable(duty) if each.name not in exclude]
         blocks = self.prompt.blocks
@@ -352,8 +351,7 @@ class EngineChoices:
         self, stage: Stage, chosen: Instance | None, by: str, item: FrontItem | None = None
     ) -> Instance | None:
         if self.explains:
-            duty = "answer" if stage == "decode" else stage
-            there = self.pool.of_duty(duty)
+            there = self.pool.of_duty(stage)
             usable = sorted(
                 (each for each in there if each.health.usable), key=lambda each: each.load
             )
@@ -421,8 +419,7 @@ class _ByPolicy(EngineChoices):
             encoder.cached.items.use((item.item_uuid,))
 
     def _choose(self, request: SelectionRequest, exclude: Collection[str] = ()) -> Instance | None:
-        duty = "answer" if request.stage == "decode" else request.stage
-        candidates = [each for each in self.pool.usable(duty) if each.name not in exclude]
+        candidates = [each for each in self.pool.usable(request.stage) if each.name not in exclude]
         decision = None
         if self.explains:
             name = request.item.item_uuid if request.item else ""

@@ -79,7 +79,7 @@ class WarmUp:
         ]
 
     async def _warm_up(self, comes: FrontEngine, encoder: Instance, taker: Instance) -> None:
-        prefills = "answer" not in taker.duties
+        prefills = "decode" not in taker.duties
         hints = Hints(
             encoders=(encoder,),
             prefiller=taker if prefills else None,

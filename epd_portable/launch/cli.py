@@ -105,7 +105,7 @@ def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
 @topology_options
 @click.option(
     "--role",
-    type=click.Choice([role for role in ROLES if DUTIES[role] != "answer"]),
+    type=click.Choice([role for role in ROLES if DUTIES[role] != "decode"]),
     default="encode",
     show_default=True,
     help="What it does for the fronts.",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 _AtStart = Literal["starting", "waiting", "joined", "ready"]
-_OfProcesses = Literal["exited", "ending", "killing", "back", "warning"]
+_OfProcesses = Literal["exited", "terminating", "killing", "recovered", "warning"]
 Event = Literal[_AtStart, _OfProcesses, "stopping", "draining", "left", "stopped"]
 """Kinds of events; their meanings are in docs/operations.md."""
 

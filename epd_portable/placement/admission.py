@@ -29,7 +29,7 @@ from typing import Literal, TypeAlias
 from prometheus_client import CollectorRegistry
 
 from epd_portable.config.front import AdmissionSection
-from epd_portable.config.roles import Duty
+from epd_portable.config.roles import Stage
 from epd_portable.errors import RequestError
 from epd_portable.instruments import SECONDS, Instruments
 from epd_portable.placement.estimates import Pace
@@ -42,7 +42,7 @@ Reason = Literal["full", "timeout"]
 """Why a request is refused: no place to wait, or no turn in time."""
 
 _KINDS: tuple[Kind, ...] = ("requests", "items", "bytes")
-_OF_INSTANCES: tuple[tuple[Duty, Kind], ...] = (("encode", "items"), ("answer", "requests"))
+_OF_INSTANCES: tuple[tuple[Stage, Kind], ...] = (("encode", "items"), ("decode", "requests"))
 
 Limit: TypeAlias = int | None
 """At least 1; ``None`` for none."""
@@ -251,7 +251,7 @@ class _Bound:
 
     key: str
     kind: Kind
-    duty: Duty | None
+    duty: Stage | None
     limit: int
 
 
@@ -324,7 +324,7 @@ class AdmissionControl:
         if not self._bounds:
             return None
         takes: dict[Kind, int] = {"requests": 1, "items": items, "bytes": nbytes}
-        heeded = priority if self._settings.heed_priority else 0
+        heeded = priority if self._settings.use_priority else 0
         amounts = [takes[bound.kind] for bound in self._bounds]
         request = QueuedRequest(amounts, key=key, priority=heeded)
         self._pace.see(self._clock(), busy=self._queue.admitted > 0)

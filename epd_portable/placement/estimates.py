@@ -113,16 +113,16 @@ class Work:
         self._responses_s[kind] = average, min(average, _FORGET * least)
 
 
-class AnswerTimes:
+class ResponseTimes:
     """Time of one instance, of which all requests that it computes have an equal part.
 
     Attributes:
-        owed_ms: Work of open responses, in whole milliseconds: sums of floats would drift.
+        backlog_ms: Work of open responses, in whole milliseconds: sums of floats would drift.
         running: Requests that wait for no item.
     """
 
     def __init__(self, work: Work, role: Role, clock: Callable[[], float]) -> None:
-        self.owed_ms = self.running = 0
+        self.backlog_ms = self.running = 0
         self._work = work
         self._role: Role = role
         self._clock = clock

@@ -20,14 +20,14 @@ import anyio
 import msgspec
 from msgspec import Meta
 
-from epd_portable.config.roles import ROLE_LABEL, Duty, Role, duties_of
+from epd_portable.config.roles import ROLE_LABEL, Role, Stage, duties_of
 from epd_portable.errors import EPDError
 from epd_portable.media.limits import RequestItem
 from epd_portable.placement.estimates import (
-    AnswerTimes,
     CacheEstimate,
     CacheSizes,
     EncodeTimes,
+    ResponseTimes,
     Work,
 )
 from epd_portable.placement.ring import HashRing
@@ -162,14 +162,14 @@ class InFlight:
         item: Name of the item of an encode job; or empty.
     """
 
-    __slots__ = ("_callback", "_load", "_owed_ms", "_since_s", "_tokens", "instance", "item")
+    __slots__ = ("_backlog_ms", "_callback", "_load", "_since_s", "_tokens", "instance", "item")
 
     def __init__(self, instance: Instance, load: int = 1, item: str = "") -> None:
         self.instance = instance
         self.item = item
         self._load = load
         self._since_s: float | None = None
-        self._tokens = self._owed_ms = 0
+        self._tokens = self._backlog_ms = 0
         self._callback: Callable[[], None] | None = None
 
     def __enter__(self) -> InFlight:
@@ -180,25 +180,25 @@ class InFlight:
         self._callback = None
         instance = self.instance
         if self._since_s is not None:
-            instance.answers.end()
-        instance.answers.owed_ms -= self._owed_ms
+            instance.responses.end()
+        instance.responses.backlog_ms -= self._backlog_ms
         instance.end(self, self._load)
 
     def compute(self) -> None:
         """Count the request, once, as one that waits for no item; until the context ends."""
         if self._since_s is None:
-            self._since_s = self.instance.answers.begin()
+            self._since_s = self.instance.responses.begin()
 
     def owe_response(self, tokens: int) -> None:
         """Count the response to a prompt, with ``tokens`` left to compute, as backlog."""
         self._tokens = tokens
-        self._owed_ms = self.instance.answers.expected_ms(tokens)
-        self.instance.answers.owed_ms += self._owed_ms
+        self._backlog_ms = self.instance.responses.expected_ms(tokens)
+        self.instance.responses.backlog_ms += self._backlog_ms
 
     def note_response(self) -> None:
         """Learn from the response, which is complete."""
         if self._since_s is not None:
-            self.instance.answers.observe(self._tokens, self._since_s)
+            self.instance.responses.observe(self._tokens, self._since_s)
 
     def on_down(self, callback: Callable[[], None]) -> None:
         """Call a function, which must not raise, when the instance goes down; or at once."""
@@ -237,13 +237,13 @@ class Backlog:
         item_jobs: Number of these jobs for each item, by its name.
         elsewhere: Jobs of other fronts.
         tokens: Tokens of prompts to compute.
-        answers: Responses to generate.
+        responses: Responses to generate.
     """
 
-    def __init__(self, answers: AnswerTimes) -> None:
+    def __init__(self, responses: ResponseTimes) -> None:
         self.load = self.jobs = self.elsewhere = self.tokens = 0
         self.item_jobs: Counter[str] = Counter()
-        self.answers = answers
+        self.responses = responses
         self._uses: set[InFlight] = set()
         self._idle = asyncio.Event()
         # Whole milliseconds: sums of floats would drift.
@@ -257,9 +257,9 @@ class Backlog:
         return self._encode_ms / 1000
 
     @property
-    def owed_s(self) -> float:
+    def backlog_s(self) -> float:
         """Seconds of all work to do."""
-        return (self._encode_ms + self.answers.owed_ms) / 1000
+        return (self._encode_ms + self.responses.backlog_ms) / 1000
 
     @property
     def idle(self) -> bool:
@@ -358,10 +358,10 @@ class Instance(Backlog):
     """
 
     def __init__(self, pool: EndpointPool, settings: EngineSettings, *, registered: bool) -> None:
-        super().__init__(AnswerTimes(pool.work, settings.role, pool.clock))
+        super().__init__(ResponseTimes(pool.work, settings.role, pool.clock))
         self.name: str = settings.name
         self.role: Role = settings.role
-        self.duties: tuple[Duty, ...] = duties_of(settings.role)
+        self.duties: tuple[Stage, ...] = duties_of(settings.role)
         self.weight: float = settings.weight
         self.url: str = settings.url
         self.labels: Mapping[str, str] = {ROLE_LABEL: settings.role, **settings.labels}
@@ -401,7 +401,7 @@ class Instance(Backlog):
             "idle": self.idle,
             "registered": self.registered,
             "in_flight": self.load,
-            "owed_s": self.owed_s,
+            "backlog_s": self.backlog_s,
             "reason": health.reason,
             "problem": health.problem,
         }
@@ -465,7 +465,7 @@ class EndpointPool:
         self.encode_times = EncodeTimes()
         self._instances: dict[str, Instance] = {}
         self._watchers: list[Callable[[Instance], None]] = []
-        duties: tuple[Duty, ...] = ("encode", "answer", "prefill")
+        duties: tuple[Stage, ...] = ("encode", "decode", "prefill")
         self._usable = {duty: HashRing[Instance]() for duty in duties}
 
     @property
@@ -480,11 +480,11 @@ class EndpointPool:
         """Return the state of the instances at this moment."""
         return Seen([each.shown() for each in self.all], [*self.work.came_s.items()])
 
-    def of_duty(self, duty: Duty) -> list[Instance]:
+    def of_duty(self, duty: Stage) -> list[Instance]:
         """Return all instances with a duty."""
         return [instance for instance in self._instances.values() if duty in instance.duties]
 
-    def usable(self, duty: Duty) -> Sequence[Instance]:
+    def usable(self, duty: Stage) -> Sequence[Instance]:
         """Return the usable instances with a duty; a list that changes with them."""
         return self._usable[duty].members
 
@@ -549,7 +549,7 @@ class EndpointPool:
         return self._usable["encode"].choose(key, left)
 
     def choose_least_loaded(
-        self, exclude: Collection[str] = (), duty: Duty = "answer"
+        self, exclude: Collection[str] = (), duty: Stage = "decode"
     ) -> Instance | None:
         """Return the usable instance with the least load for its weight; of many, of two."""
         left = [each for each in self.usable(duty) if each.name not in exclude]

@@ -177,15 +177,15 @@ class Reset(msgspec.Struct, frozen=True, kw_only=True, tag="reset", tag_field="k
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave", tag_field="kind"):
-    """Front → hub: its last message in this life; its jobs need not be done any more."""
+    """Front → hub: its last message in this session; its jobs are cancelled."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the engine owes other fronts than the one that gets this.
+    """Backlog of the engine for other fronts than the receiver.
 
     Attributes:
-        jobs: Of them.
-        seconds: That these take it, by what jobs took so far.
+        jobs: Jobs in the backlog.
+        seconds: Estimated duration of these jobs, by earlier ones.
     """
 
     jobs: int = 0

@@ -58,19 +58,19 @@ WELL = {
 ENCODE_UP = 'epd_front_instance_up{instance="encode-0", role="encode"}'
 SECOND_UP = 'epd_front_instance_up{instance="encode-1", role="encode"}'
 ILL: dict[str, tuple[dict[str, str | None], int]] = {
-    "EpdFrontGone": (
+    "EpdFrontDown": (
         dict.fromkeys(each for each in WELL if each.startswith("epd_front_instance_up")),
         4,
     ),
     "EpdNotScraped": ({'up{job="epd-front", instance="127.0.0.1:8001"}': "0"}, 7),
-    "EpdNoEngineGenerates": (
+    "EpdNoServingInstance": (
         {'epd_front_instance_up{instance="pd-0", role="prefill-decode"}': "0"},
         3,
     ),
     "EpdInstanceDown": ({SECOND_UP: "0"}, 12),
-    "EpdInstanceFlaps": ({SECOND_UP: "1 0 1 0 1 0 1 0 1x50"}, 12),
+    "EpdInstanceFlapping": ({SECOND_UP: "1 0 1 0 1 0 1 0 1x50"}, 12),
     "EpdRequestsFail": ({'epd_front_requests_total{status="503"}': "+10"}, 12),
-    "EpdResponsesBreakOff": ({'vllm:request_success_total{finished_reason="error"}': "+1"}, 12),
+    "EpdStreamsAborted": ({'vllm:request_success_total{finished_reason="error"}': "+1"}, 12),
     "EpdFirstTokenSlow": (
         {'vllm:time_to_first_token_seconds_bucket{le="2"}': "+50"},
         22,
@@ -79,9 +79,9 @@ ILL: dict[str, tuple[dict[str, str | None], int]] = {
         {'vllm:inter_token_latency_seconds_bucket{le="0.05"}': "+50"},
         22,
     ),
-    "EpdRequestsWait": ({"epd_front_admission_waiting": "1"}, 17),
+    "EpdAdmissionQueueing": ({"epd_front_admission_waiting": "1"}, 17),
     "EpdRequestsRefused": ({'epd_front_requests_total{status="429"}': "+1"}, 17),
-    "EpdNoEngineEncodes": ({ENCODE_UP: "0"}, 4),
+    "EpdNoEncoder": ({ENCODE_UP: "0"}, 4),
     "EpdEncodeJobsFail": (
         {'epd_front_encode_jobs_total{instance="encode-0", end="lost"}': "+10"},
         17,
@@ -94,12 +94,12 @@ ILL: dict[str, tuple[dict[str, str | None], int]] = {
         {'epd_front_encode_jobs_total{instance="encode-0", end="full"}': "+30"},
         22,
     ),
-    "EpdItemsEncodedTwice": ({'epd_pd_fallbacks_total{reason="lease"}': "+1"}, 22),
+    "EpdRedundantEncodes": ({'epd_pd_fallbacks_total{reason="lease"}': "+1"}, 22),
     "EpdTransfersLost": ({'epd_pd_transfers_failed_total{cause="timeout"}': "+1"}, 17),
     "EpdWritesFail": ({'epd_encode_write_failures_total{path="shm"}': "+1"}, 17),
-    "EpdItemsStall": ({"epd_pd_stalls_total": "+1"}, 3),
-    "EpdNoRoomForItems": ({"epd_pd_transfers_waiting": "2"}, 12),
-    "EpdNoEnginePrefills": (
+    "EpdItemsStalled": ({"epd_pd_stalls_total": "+1"}, 3),
+    "EpdItemSpaceExhausted": ({"epd_pd_transfers_waiting": "2"}, 12),
+    "EpdNoPrefillInstance": (
         {'epd_front_instance_up{instance="prefill-0", role="prefill"}': "0"},
         4,
     ),

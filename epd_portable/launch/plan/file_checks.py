@@ -64,7 +64,7 @@ def named_files(data: Mapping[str, Any]) -> Found:
         ("front", "tls_cert_file"): lambda path: Path(path).read_bytes(),
         ("front", "tls_key_file"): lambda path: Path(path).read_bytes(),
         ("front", "api_keys_file"): lambda path: ApiKeys(path, "front.api_keys_file"),
-        ("front", "hop_keys_file"): lambda path: ApiKeys(path, "front.hop_keys_file"),
+        ("front", "gateway_keys_file"): lambda path: ApiKeys(path, "front.gateway_keys_file"),
         ("front", "access_log"): lambda path: path == STDERR or Path(path).resolve().parent.stat(),
         ("instances", "encode", "environment"): lambda path: (
             expanded(path).absolute() / "bin/python"

@@ -15,7 +15,7 @@ from epd_portable.config.roles import DUTIES, ROLES
 from epd_portable.launch.plan import machine
 from epd_portable.launch.plan.engine import CARRIES_PARAMS, PARAMS, Engine
 
-_ANSWERS = tuple(role for role in ROLES if DUTIES[role] == "answer")
+_ANSWERS = tuple(role for role in ROLES if DUTIES[role] == "decode")
 PLAIN = "plain+"
 """Before the address of a hub to which jobs go without encryption."""
 _NO_DOMAIN = "none.invalid"
@@ -86,7 +86,7 @@ def front_argv(engines: Sequence[Engine]) -> tuple[str, ...]:
 
 def answering(engines: Sequence[Engine]) -> Engine:
     """Return the first engine that answers requests."""
-    return next(engine for engine in engines if DUTIES[engine.role] == "answer")
+    return next(engine for engine in engines if DUTIES[engine.role] == "decode")
 
 
 def _sockets(engine: Engine) -> list[str]:

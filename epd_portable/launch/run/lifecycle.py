@@ -70,7 +70,7 @@ class _State:
         if self.restart_at is not None:
             return "waiting"
         if self.kill_at is not None:
-            return "ending"
+            return "terminating"
         return "starting" if self.healthy_at is None else "up"
 
 
@@ -111,7 +111,7 @@ class Lifecycle:
         }
 
     def states(self) -> dict[str, str]:
-        """Return for each process ``starting``, ``up``, ``ending`` or ``waiting`` to be started."""
+        """Return ``starting``, ``up``, ``terminating`` or ``waiting`` for each process."""
         return {name: state.word for name, state in self._states.items()}
 
     def healthy(self, name: str, now: float) -> list[Action]:
@@ -123,7 +123,7 @@ class Lifecycle:
         state.healthy_at = now
         started = self._start_what_is_due(now)
         if self.phase is Phase.SERVING:
-            return [Notice("back", f"{name} is back", {"instance": name}), *started]
+            return [Notice("recovered", f"{name} has recovered", {"instance": name}), *started]
         return started
 
     def silent(self, name: str, asked_at: float, now: float) -> list[Action]:
@@ -139,7 +139,7 @@ class Lifecycle:
             return []
         state.kill_at = now + self._launch.stop_grace_s
         reason = f"has not answered as it should for {silent_s:.0f} s (launch.hung_after_s)"
-        return [_end_of("ending", name, reason), ProcessOrder("stop", name)]
+        return [_end_of("terminating", name, reason), ProcessOrder("stop", name)]
 
     def exited(self, name: str, how: str, now: float) -> list[Action]:
         """A process ended; ``how`` says it to the user, as in ``was killed by SIGKILL``."""
@@ -200,7 +200,7 @@ class Lifecycle:
         blocking = []
         for other, state in self._states.items():
             is_earlier, is_later = other in self._after[name], name in self._after[other]
-            changes = state.word in ("starting", "ending") and (is_earlier or is_later)
+            changes = state.word in ("starting", "terminating") and (is_earlier or is_later)
             is_due = self.phase is Phase.STARTING and is_earlier and state.healthy_at is None
             if changes or is_due:
                 blocking.append(other)

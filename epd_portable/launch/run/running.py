@@ -38,7 +38,7 @@ class ProcessRecord(_Started):
     """One process of a run.
 
     Attributes:
-        state: ``starting``, ``up``, ``ending``, or ``waiting`` to be started (again).
+        state: ``starting``, ``up``, ``terminating``, or ``waiting`` to be started (again).
         ports: All that it listens on, by purpose.
         log: Path of its log file.
         problem: Its problem with other instances, as the front reports it, or empty.

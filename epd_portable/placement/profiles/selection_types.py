@@ -7,14 +7,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from epd_portable.config import roles
 from epd_portable.media.limits import RequestItem
 from epd_portable.placement.estimates import NO_PROMPT, CacheEstimate, Prompt
 from epd_portable.placement.instances import LoadReport
 
-Stage = Literal["encode", "prefill", "decode"]
+Stage = roles.Stage
 
 ROLE_LABEL = roles.ROLE_LABEL
 

@@ -38,7 +38,7 @@ that each connection without the key takes until its handshake has failed."""
 WINDOW = 8
 """Chunks under way on one connection, which the receiver holds in memory."""
 MAX_HEADER_BYTES = 4096
-MAX_ANSWER_BYTES = 4096
+MAX_REPLY_BYTES = 4096
 CONNECTIONS = 4
 """To each consumer: as many as an encode worker has writers."""
 _POLL_MS = 100
@@ -122,7 +122,7 @@ class TcpWriter(PathWriter):
     def _connect(self, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_RECONNECT_MS)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_ANSWER_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
         connect_client(socket, address, self._keys, what="data address")
         return socket
 

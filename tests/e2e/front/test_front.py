@@ -373,14 +373,14 @@ def test_a_request_keeps_its_id_which_the_access_line_has(front: Split) -> None:
     assert item["path"] and item["nbytes"] and item["transfer_ms"]
 
 
-def test_work_is_owed_from_when_it_is_sent_until_it_is_done(front: Split) -> None:
+def test_backlog_counts_work_from_dispatch_to_completion(front: Split) -> None:
     def seen() -> dict[str, float]:
         page = httpx.get(f"{front.url}/metrics", trust_env=False).text
         found = {"in flight": total(page, 'epd_front_instance_in_flight{role="prefill-decode"}')}
         for role, kind in (("encode", "image"), ("prefill-decode", "text")):
             came = f'epd_front_work_seconds_total{{role="{role}",modality="{kind}"}}'
             found[f"came {role}"] = total(page, came)
-            found[f"owed {role}"] = total(page, f'epd_front_owed_seconds{{role="{role}"}}')
+            found[f"backlog {role}"] = total(page, f'epd_front_backlog_seconds{{role="{role}"}}')
         for name in ("prompt", "generation"):
             found[name] = total(page, f"vllm:{name}_tokens_total{{}}")
         return found
@@ -399,9 +399,9 @@ def test_work_is_owed_from_when_it_is_sent_until_it_is_done(front: Split) -> Non
         answers = [each.result().json()["usage"] for each in pending]
     sent, done = pages[-1], seen()
     came_s = sent["came prefill-decode"] - before["came prefill-decode"]
-    assert sent["owed prefill-decode"] == pytest.approx(came_s, abs=0.003)
+    assert sent["backlog prefill-decode"] == pytest.approx(came_s, abs=0.003)
     assert came_s > 0 and done["came encode"] > before["came encode"]
-    assert [done["owed encode"], done["owed prefill-decode"]] == [0, 0]
+    assert [done["backlog encode"], done["backlog prefill-decode"]] == [0, 0]
     for name, key in (("prompt", "prompt_tokens"), ("generation", "completion_tokens")):
         assert done[name] - before[name] == sum(usage[key] for usage in answers)
 

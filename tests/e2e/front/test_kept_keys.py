@@ -36,7 +36,7 @@ from tests.servers import serving
 ORIGIN = "https://page.example"
 
 
-HOP_KEY = "h" * 20
+GATEWAY_KEY = "h" * 20
 PATH = "/v1/chat/completions"
 WEB_SEED = 900
 
@@ -58,7 +58,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, fork: Popen) -> Iterator[Se
     folder = tmp_path_factory.mktemp("kept")
     cert, key = make_certificate(folder)
     keys = folder / "keys"
-    keys.write_text(HOP_KEY)
+    keys.write_text(GATEWAY_KEY)
     keys.chmod(0o600)
     site = folder / "site"
     site.mkdir()
@@ -68,7 +68,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, fork: Popen) -> Iterator[Se
         f"front.tls_cert_file={cert}",
         f"front.tls_key_file={key}",
         f"front.cors_origins={json.dumps([ORIGIN])}",
-        f"front.hop_keys_file={keys}",
+        f"front.gateway_keys_file={keys}",
         "store.kind=file",
         f"store.path={folder / 'store'}",
         "store.timeout_ms=10000",
@@ -150,7 +150,7 @@ def test_prometheus_reads_the_front_as_documented(served: Served, tmp_path: Path
 def test_gateway_names_the_encoder(served: Served, stream: bool) -> None:
     mapping = json.dumps({"0": "encode-0"})
     asked = {**body([picture(20 + stream), text("Describe.")]), "stream": stream}
-    headers = {KEY: HOP_KEY, MAPPING: mapping}
+    headers = {KEY: GATEWAY_KEY, MAPPING: mapping}
     answer = served.client.post(PATH, json=asked, headers=headers)
     assert (answer.status_code, answer.headers[MAPPING]) == (200, mapping.replace(" ", ""))
     unknown = served.client.post(PATH, json=asked, headers={**headers, MAPPING: '{"0": "x:1"}'})

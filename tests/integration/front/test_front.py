@@ -482,16 +482,16 @@ async def test_an_idle_engine_encodes_some_of_many_pictures_by_itself(make: Make
     assert fields == [{"pixel_values", "image_grid_thw"}, *[{"image_grid_thw"}] * 3]
     encoded = [each.mm_features[0].identifier for each in front.jobs("e-0")]
     assert encoded == ["b", "c", "d"]
-    assert (pd.pending_encode_s, pd.answers.running) == (1.0, 1)
+    assert (pd.pending_encode_s, pd.responses.running) == (1.0, 1)
     # It is busy, and has an item to encode: the next are for the encoder alone.
     await front.ask("e", "f", name="s")
     assert [set(each.data) for each in front.engines["pd-0"].last.mm_features] == [
         {"image_grid_thw"}
     ] * 2
-    assert pd.answers.running == 1
+    assert pd.responses.running == 1
     for job in front.jobs("e-0"):
         await front.says("e-0", job.request_id, end=ENDED)
-    assert pd.answers.running == 2
+    assert pd.responses.running == 2
     for name in "rs":
         await front.says("pd-0", name, 7, end=ENDED)
     assert pd.pending_encode_s == 0
@@ -532,7 +532,7 @@ async def test_an_engine_that_computes_for_another_api_server_is_not_idle(
         ({"max_requests": 1}, ""),
         ({"max_items": 3}, "ab"),
         ({"encode": {"max_items": 3}}, "ab"),
-        ({"answer": {"max_requests": 1}}, ""),
+        ({"decode": {"max_requests": 1}}, ""),
         # Larger than the whole limit: alone.
         ({"max_items": 1}, "ab"),
     ],

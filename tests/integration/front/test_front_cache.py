@@ -119,11 +119,11 @@ async def test_engines_get_the_pixels_of_every_item(client: SplitClient, front: 
     assert len({identifier for identifier, _ in seen.values()}) == len(seen)
 
 
-async def test_work_of_requests_is_owed_until_it_ends(client: SplitClient, front: Front) -> None:
+async def test_backlog_counts_work_until_request_ends(client: SplitClient, front: Front) -> None:
     def seen(role: str) -> tuple[float, float]:
         page = generate_latest(client.metrics.registry).decode()
         came = total(page, f'epd_front_work_seconds_total{{role="{role}"}}')
-        return came, total(page, f'epd_front_owed_seconds{{role="{role}"}}')
+        return came, total(page, f'epd_front_backlog_seconds{{role="{role}"}}')
 
     engines = [Engine(client, name) for name in ROLES.values()]
     for each in engines:
@@ -136,9 +136,9 @@ async def test_work_of_requests_is_owed_until_it_ends(client: SplitClient, front
     while len(engines[0].sent) < 3:
         await asyncio.sleep(0.001)
     for role in ROLES:
-        came_s, owed_s = seen(role)
+        came_s, backlog_s = seen(role)
         assert came_s >= (2 * TAKES_S if role == "encode" else 0.001)
-        assert owed_s == pytest.approx(came_s, abs=0.002)
+        assert backlog_s == pytest.approx(came_s, abs=0.002)
     for each in engines:
         each.may_end.set()
     await asking

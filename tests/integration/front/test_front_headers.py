@@ -39,7 +39,7 @@ from tests.integration.front.test_front import Front, Make, make, settle  # noqa
 pytestmark = pytest.mark.needs_vllm
 
 ENDED = FinishReason.STOP
-HOP_KEY = "h" * 20
+GATEWAY_KEY = "h" * 20
 ROUNDS = 6
 
 
@@ -71,7 +71,7 @@ class Served:
         self,
         items: str,
         headers: Mapping[str, str],
-        key: str | None = HOP_KEY,
+        key: str | None = GATEWAY_KEY,
         path: str = "/whole",
         **body: Any,
     ) -> httpx.Response:
@@ -122,14 +122,14 @@ class Served:
 
 def keys_file(folder: Path) -> str:
     path = folder / "keys"
-    path.write_text(HOP_KEY)
+    path.write_text(GATEWAY_KEY)
     path.chmod(0o600)
     return str(path)
 
 
 def served(make: Make, tmp_path: Path, **settings: Any) -> Served:  # noqa: F811
     names = ("e-0", "e-1", "e-2", "pd-0")
-    front = make(*names, hop_keys_file=keys_file(tmp_path), max_queued_items=99, **settings)
+    front = make(*names, gateway_keys_file=keys_file(tmp_path), max_queued_items=99, **settings)
     return Served(front)
 
 
@@ -180,7 +180,7 @@ async def test_headers_of_clients_have_no_effect(
     one = served(make, tmp_path)
     key = None
     if not trusts:
-        one.front.client.hop_keys, key = None, HOP_KEY
+        one.front.client.gateway_keys, key = None, GATEWAY_KEY
     names = (ENCODERS, ENCODERS_TOO, MAPPING, REFS, CACHE_KEY, MODEL)
     response = await one.ask("a", dict.fromkeys(names, "forged:1"), key=key)
     assert response.status_code == 200
@@ -253,7 +253,7 @@ async def test_decisions_are_explained_where_clients_show_keys(
     tmp_path: Path,
 ) -> None:
     one = served(make, tmp_path, api_keys_file=keys_file(tmp_path))
-    key = {"authorization": f"Bearer {HOP_KEY}"}
+    key = {"authorization": f"Bearer {GATEWAY_KEY}"}
     wanted = {EXPLAIN_HEADER: "1", MAPPING: '{"0": "e-2"}', **key}
     response = await one.ask("ab", wanted)
     decode, *encode = json.loads(response.headers[EXPLAIN_HEADER])

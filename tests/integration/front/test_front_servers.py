@@ -189,12 +189,12 @@ async def test_what_one_server_is_told_of_an_engine_holds_at_each(front: Front) 
     with second.by_name["pd-0"].instance.in_flight():
         *_, pd = await first.seen("drain", "pd-0")
         assert (pd["state"], pd["in_flight"], pd["idle"]) == ("draining", 1, False)
-        assert not second.pool.usable("answer")
+        assert not second.pool.usable("decode")
     *_, pd = await first.seen()
     assert (pd["in_flight"], pd["idle"]) == (0, True)
     *_, pd = await second.seen("resume", "pd-0")
     assert pd["state"] == "up"
-    assert first.pool.usable("answer") and second.pool.usable("answer")
+    assert first.pool.usable("decode") and second.pool.usable("decode")
 
 
 async def test_an_engine_that_ends_is_gone_for_each_and_comes_back_to_each(front: Front) -> None:

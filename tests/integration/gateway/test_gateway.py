@@ -227,7 +227,7 @@ async def test_request_goes_to_another_front_before_its_first_byte(
             t.gateway.fronts[0].problem = ""
         assert await t.ask() == (200, "b")
         assert t.fronts["b"].bodies == [BODY] and len(front.bodies) == (how != "refuses")
-        assert await t.metric("epd_gateway_sent_again_total") == 1
+        assert await t.metric("epd_gateway_retries_total") == 1
 
 
 async def test_last_refusal_is_the_response_when_all_fronts_are_busy() -> None:

@@ -82,6 +82,6 @@ def test_launcher_under_nohup_outlives_its_terminal(routed: Routed) -> None:
     run.process.send_signal(signal.SIGHUP)
     engine = run.pid_of("pd-0")
     os.kill(engine, signal.SIGKILL)
-    run.wait_for("pd-0 is back")
+    run.wait_for("pd-0 has recovered")
     assert not any("stopping" in line for line in run.lines)
     run.stop()

@@ -85,7 +85,7 @@ def test_instance_of_another_environment_joins_the_launchers_own_front(
     assert any(line.endswith(f"other-1 has joined {url}") for line in run.lines)
     assert {each["name"] for each in client_of(run).instances()} == {"pd-0", "other-1"}
     os.kill(run.pid_of("other-1"), signal.SIGKILL)
-    run.wait_for("other-1 is back")
+    run.wait_for("other-1 has recovered")
     os.kill(run.pid_of("front"), signal.SIGKILL)
     run.wait_for(f"other-1 has joined {url} again: the front has restarted")
     run.stop()

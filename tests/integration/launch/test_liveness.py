@@ -13,7 +13,7 @@ Launch = Callable[..., Any]
 def ill(run: Any, name: str) -> None:
     """Wait until a process is ended because it is silent."""
     line = run.wait_for(f"{name} has not answered as it should for")
-    assert line.endswith(" s (launch.hung_after_s); ending it")
+    assert line.endswith(" s (launch.hung_after_s); terminating it")
 
 
 def test_who_is_stopped_is_killed_after_the_grace_and_started_again(launch: Launch) -> None:
@@ -27,10 +27,10 @@ def test_who_is_stopped_is_killed_after_the_grace_and_started_again(launch: Laun
     ill(run, "encode-0")
     run.wait_for("encode-0 does not end within 0.5 s; killing it")
     assert "encode-0 was killed by SIGKILL" in run.wait_for("restarting it in 0.2 s")
-    run.wait_for("encode-0 is back")
+    run.wait_for("encode-0 has recovered")
     assert run.pid_of("encode-0") != first
     assert (run.pid_of("encode-1"), run.pid_of("front")) == (other, front)
     os.kill(front, signal.SIGSTOP)
     ill(run, "front")
-    run.wait_for("front is back")
+    run.wait_for("front has recovered")
     run.stop()

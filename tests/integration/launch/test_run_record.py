@@ -40,7 +40,7 @@ def test_a_run_tells_where_its_instances_are_and_what_became_of_them(launch: Lau
 
     os.kill(found.pid, signal.SIGKILL)
     run.until(lambda: of(run, "encode-0").restarts == 1, "it is started again")
-    run.until(lambda: of(run, "encode-0").state == "up", "it is back")
+    run.until(lambda: of(run, "encode-0").state == "up", "it has recovered")
     again = of(run, "encode-0")
     assert again.pid not in (0, found.pid)
     assert again.started_s is not None and again.started_s > found.started_s
@@ -49,7 +49,7 @@ def test_a_run_tells_where_its_instances_are_and_what_became_of_them(launch: Lau
     (run.temp_dir / f"{STATE_FILE}.new").mkdir()
     os.kill(again.pid, signal.SIGKILL)
     run.wait_for("`epd-launch status` shows this run as it was")
-    run.wait_for("encode-0 is back")
+    run.wait_for("encode-0 has recovered")
     run.stop()
 
 
@@ -64,13 +64,20 @@ def test_status_shows_why_items_are_refused(launch: Launch) -> None:
 def test_a_run_is_told_to_programs_as_one_object_a_line(launch: Launch) -> None:
     run = launch(SERVERS, as_json=True, pauses_s=PAUSES_S, until='"event": "ready"')
     os.kill(run.pid_of("encode-0"), signal.SIGKILL)
-    run.wait_for('"event": "back"')
+    run.wait_for('"event": "recovered"')
     run.stop()
     told = [json.loads(line) for line in run.all_lines()]
     assert all(each["schema_version"] == 1 and each["text"] for each in told)
     assert all(datetime.fromisoformat(each["time"]).tzinfo for each in told)
     by_event = {each["event"]: each for each in told}
-    assert list(by_event)[-6:] == ["ready", "exited", "back", "stopping", "draining", "stopped"]
+    assert list(by_event)[-6:] == [
+        "ready",
+        "exited",
+        "recovered",
+        "stopping",
+        "draining",
+        "stopped",
+    ]
     ready = by_event["ready"]
     assert ready["url"] == f"http://127.0.0.1:{run.ports['front']}/v1"
     assert {each["name"]: each["url"] for each in ready["processes"]} == {

@@ -101,12 +101,12 @@ def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
         f"encode-0 was killed by SIGKILL (log: {run.log_dir / 'encode-0.log'}); "
         "restarting it in 0.2 s"
     )
-    run.wait_for("encode-0 is back")
+    run.wait_for("encode-0 has recovered")
     second = run.pid_of("encode-0")
     assert second != first
     os.kill(second, signal.SIGKILL)
     run.wait_for("restarting it in 0.4 s")
-    run.wait_for("encode-0 is back")
+    run.wait_for("encode-0 has recovered")
     assert run.pid_of("front") == front
     # One child of the living instance; those of the dead ones were ended with them.
     assert len(sessions.members([], run.run_id)) == 3
@@ -133,7 +133,7 @@ def test_what_cannot_be_started_again_is_tried_again_and_the_rest_serves(launch:
     run.wait_for("until there is a guard")
     assert "encode-0.log cannot be written" in run.wait_for("encode-0 was not started")
     away.rename(run.log_dir)
-    run.wait_for("encode-0 is back")
+    run.wait_for("encode-0 has recovered")
     run.stop()
 
 

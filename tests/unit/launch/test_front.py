@@ -29,7 +29,7 @@ KEYS = {
     "max_bodies_bytes": ("max_bodies_bytes: 2GiB", '"max_bodies_bytes": 2147483648'),
     "elastic_encode": ("elastic_encode: false", '"elastic_encode": false'),
     "choice": (f"choice: {CHOICE}", '"choice": {"plugins": [{"type": "weight-scorer"}]'),
-    "hop_keys_file": ("hop_keys_file: /keys", '"hop_keys_file": "/keys"'),
+    "gateway_keys_file": ("gateway_keys_file: /keys", '"gateway_keys_file": "/keys"'),
     "encode_order": ("encode_order: sequential", '"encode_order": "sequential"'),
     "partial_results": ("partial_results: true", '"partial_results": true'),
     "access_log": ("access_log: /a.log", '"access_log": "/a.log"'),

@@ -16,7 +16,7 @@ from epd_portable.launch.run.lifecycle import (
 
 LAUNCH = Launch(startup_timeout_s=100.0, stop_grace_s=15.0, hung_after_s=30.0)
 START, STOP = ProcessOrder("start", "encode-0"), ProcessOrder("stop", "encode-0")
-BACK = Notice("back", "encode-0 is back", {"instance": "encode-0"})
+BACK = Notice("recovered", "encode-0 has recovered", {"instance": "encode-0"})
 PAIR = ["encode-0", "front"]
 # Two share a device, the decoder first; the front shares nothing.
 NEIGHBOURS = ["encode-0", "decode-0", "front"]
@@ -107,7 +107,7 @@ def test_one_that_is_silent_for_long_is_asked_to_end_then_killed_then_started_ag
     assert lifecycle.silent("encode-0", 110.0, 120.0) == []
     assert in_state(lifecycle, "up") == PAIR
     assert said(lifecycle.silent("encode-0", 120.0, 130.0)) == [
-        "encode-0 has not answered as it should for 30 s (launch.hung_after_s); ending it",
+        "encode-0 has not answered as it should for 30 s (launch.hung_after_s); terminating it",
         "stop encode-0",
     ]
     assert in_state(lifecycle, "up") == ["front"]

@@ -62,7 +62,7 @@ async def test_what_is_not_limited_costs_no_ticket() -> None:
 
 
 async def test_a_limit_for_each_instance_is_as_large_as_those_that_are_usable() -> None:
-    door = Door(answer={"max_requests": 2})
+    door = Door(decode={"max_requests": 2})
     door.add("a")
     double = door.add("b", weight=2.0)
     assert await door.go_at_once() == 6
@@ -77,7 +77,7 @@ async def test_a_limit_for_each_instance_is_as_large_as_those_that_are_usable() 
 
 
 async def test_a_small_limit_is_one_request_at_least() -> None:
-    door = Door(answer={"max_requests": 1})
+    door = Door(decode={"max_requests": 1})
     door.add("slow", weight=0.5)
     assert await door.go_at_once() == 1
 
@@ -125,7 +125,7 @@ async def test_who_is_cancelled_as_it_is_let_in_gives_its_place_back() -> None:
 
 async def test_priority_counts_only_where_the_key_allows_it() -> None:
     for heeds, expected in ((True, ["urgent", "usual"]), (False, ["usual", "urgent"])):
-        door = Door(max_requests=1, heed_priority=heeds)
+        door = Door(max_requests=1, use_priority=heeds)
         first, went = await door.enter(), list[str]()
 
         async def wait(name: str, priority: int, door: Door = door, went: list[str] = went) -> None:

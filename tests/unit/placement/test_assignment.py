@@ -234,7 +234,7 @@ def test_an_instance_with_two_duties_is_chosen_for_both_and_leaves_both() -> Non
     both = pool.add(instance_settings("both", "encode-prefill-decode"))
     both.health.seen_up()
     assert pool.choose_encoder("a") is both is pool.choose_least_loaded()
-    assert pool.of_duty("encode") == [both] == pool.of_duty("answer")
+    assert pool.of_duty("encode") == [both] == pool.of_duty("decode")
     with both.in_flight():
         assert pool.choose_encoder("a") is both
     pool.remove("both")

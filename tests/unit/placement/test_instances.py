@@ -143,7 +143,7 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def lists_to_choose_from_follow_health(self) -> None:
-        for duty, role in (("encode", "encode"), ("answer", "prefill-decode")):
+        for duty, role in (("encode", "encode"), ("decode", "prefill-decode")):
             fit = {i for i in self.instances.all if i.role == role and i.health.usable}
             assert set(self.instances.usable(duty)) == fit
 
@@ -263,10 +263,10 @@ def test_work_is_counted_once_until_it_ends() -> None:
     with instance.in_flight() as waits, instance.in_flight() as computes:
         for use, count in ((computes, 1), (computes, 1), (waits, 2)):
             use.compute()
-            assert instance.answers.running == count
+            assert instance.responses.running == count
         with instance.computing(7), instance.encoding(0.25):
             assert (instance.tokens, instance.pending_encode_s) == (7, 0.25)
-    assert (instance.answers.running, instance.tokens, instance.pending_encode_s) == (
+    assert (instance.responses.running, instance.tokens, instance.pending_encode_s) == (
         0,
         0,
         0,

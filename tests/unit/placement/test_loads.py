@@ -22,7 +22,7 @@ def test_requests_sent_since_a_report_count_as_waiting() -> None:
     instances = EndpointPool()
     for name, role in (("e0", "encode"), ("pd0", "prefill-decode")):
         instances.add(instance_settings(name, role)).health.seen_up()  # type: ignore[arg-type]
-    pd, encoder = instances.of_duty("answer")[0], instances.of_duty("encode")[0]
+    pd, encoder = instances.of_duty("decode")[0], instances.of_duty("encode")[0]
     with pd.in_flight(), pd.in_flight():
         # Both are on their way into the engine, whose report counts another one.
         pd.take_report(LoadReport(waiting=1, running=0))

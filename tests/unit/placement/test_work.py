@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.placement.estimates import AnswerTimes, Work
+from epd_portable.placement.estimates import ResponseTimes, Work
 from tests.unit.builders import Clock
 
 ROLE = "prefill-decode"
 
 
-def answered(load: AnswerTimes, clock: Clock, at_once: int, each_s: float, tokens: int) -> None:
+def answered(load: ResponseTimes, clock: Clock, at_once: int, each_s: float, tokens: int) -> None:
     """Let an instance compute so many answers at the same time."""
     began_s = [load.begin() for _ in range(at_once)]
     clock.now += each_s
@@ -21,7 +21,7 @@ def answered(load: AnswerTimes, clock: Clock, at_once: int, each_s: float, token
 
 def test_those_that_are_computed_together_have_equal_parts_of_the_time() -> None:
     clock = Clock()
-    load = AnswerTimes(Work(), ROLE, clock)
+    load = ResponseTimes(Work(), ROLE, clock)
     first = load.begin()
     clock.now += 4
     second = load.begin()
@@ -37,7 +37,7 @@ def test_those_that_are_computed_together_have_equal_parts_of_the_time() -> None
 
 def test_an_answer_takes_what_it_took_when_the_instance_was_fullest() -> None:
     work, clock = Work(), Clock()
-    load = AnswerTimes(work, ROLE, clock)
+    load = ResponseTimes(work, ROLE, clock)
     assert load.expected_ms(100) == 0
     answered(load, clock, 1, 2.0, 100)
     assert load.expected_ms(100) == 2000

@@ -18,7 +18,7 @@ from epd_portable.transfer.curve import secure_client
 from epd_portable.transfer.paths.base import LeaseFence
 from epd_portable.transfer.paths.tcp import (
     CHUNK_BYTES,
-    MAX_ANSWER_BYTES,
+    MAX_REPLY_BYTES,
     TcpReceiver,
     TcpWriter,
 )
@@ -120,7 +120,7 @@ def test_an_answer_beyond_the_limit_does_not_reach_a_producer(consumer: Consumer
 
         def answer() -> None:
             identity, *_ = liar.recv_multipart()
-            long = (SLOT.generation, 0, "x" * 2 * MAX_ANSWER_BYTES)
+            long = (SLOT.generation, 0, "x" * 2 * MAX_REPLY_BYTES)
             liar.send_multipart([identity, msgspec.msgpack.encode(long)])
 
         thread = threading.Thread(target=answer)
