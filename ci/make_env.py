@@ -31,6 +31,7 @@ MAIN = Venv(folder=ROOT / ".venv", env={})
 ENGINES = Venv(folder=ROOT / ".venv-engines", env={})
 CLIENTS = Venv(folder=ROOT / ".venv-clients", env={})
 RAY = Venv(folder=ROOT / ".venv-ray", env={})
+WHEEL = Venv(folder=ROOT / ".venv-wheel", env={})
 CLIENTS_LIST = ROOT / "ci" / "clients.txt"
 PLATFORMS = ("cpu", "cuda", "npu")
 EXIT_FAILED = 2
@@ -106,6 +107,18 @@ def make_for_ray() -> None:
     _make(RAY, "cpu,ray,test", cpu_extra(), [], fingerprint("ray"))
 
 
+def make_for_wheel(wheel: str) -> None:
+    """Create ``.venv-wheel`` with a built wheel and its ``cpu`` extra, without this checkout.
+
+    Raises:
+        EnvironmentSetupError: See its message.
+    """
+    shutil.rmtree(WHEEL.folder, ignore_errors=True)
+    WHEEL.begin()
+    WHEEL.find_cpu_torch(cpu_extra())
+    WHEEL.install([f"{wheel}[cpu]"], f"installing {Path(wheel).name}[cpu]")
+
+
 def _make(
     venv: Venv, extras: str, engines: Sequence[str], beside: Sequence[str], wanted: str
 ) -> None:
@@ -144,6 +157,9 @@ def main() -> int:
     parser.add_argument(
         "--ray", action="store_true", help="make .venv-ray with Ray beside the engine, instead"
     )
+    parser.add_argument(
+        "--wheel", metavar="FILE", help="make .venv-wheel from a wheel of this package instead"
+    )
     options = parser.parse_args()
     target = options.platform
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -155,6 +171,8 @@ def main() -> int:
             make_for_clients()
         elif options.ray:
             make_for_ray()
+        elif options.wheel:
+            make_for_wheel(options.wheel)
         elif target == npu_sim_env.NAME:
             npu_sim_env.make()
         else:
