@@ -53,7 +53,7 @@ class StoreSection(Section):
     """Entries unused for this time are removed."""
     timeout_ms: Annotated[float, Field(ge=1, le=60_000)] = 500.0
     """Longest time of one lookup or load. Beyond it the [circuit
-    breaker](store.md#when-the-store-is-slow-full-or-gone) opens."""
+    breaker](store.md#slow-full-or-unreachable-store) opens."""
 
     @model_validator(mode="after")
     def _keys_fit_the_kind(self) -> StoreSection:

@@ -92,7 +92,8 @@ def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
     that is closed is a stop, unless the launcher runs under nohup.
 
     With --json every line of standard output is an object with schema_version, time, event, text
-    and the event's own fields (docs/operations.md); the last event is stopped, or error.
+    and the event's own fields. The last event is stopped, or error. All events: the page
+    'Operating' of the documentation.
 
       epd-launch up --platform cpu --config configs/1e1pd.yaml --port 8000 --log-dir logs
 

@@ -211,7 +211,7 @@ _TOPOLOGY_OPTIONS = (
         required=True,
         metavar="FILE",
         help="Topology file, for example configs/1e1pd.yaml: the package's if there is no such "
-        "file here. All keys: docs/keys.md.",
+        "file here. All keys: the page 'Keys and variables' of the documentation.",
     ),
     click.option(
         "--set",
