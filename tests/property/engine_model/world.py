@@ -173,10 +173,15 @@ class World:
         return request_id
 
     def _name(self) -> str:
-        """Return the id of a new request; some clients use one again when its request has ended."""
+        """Return the id of a new request; some clients use one again when its request has ended.
+
+        And when the front has noted that end, which ends the jobs of all requests of that id.
+        """
         if self.rng.random() >= 0.05:
             return self._new_name()
-        ended = sorted(self.engine.ended.keys() - self._coming - self.engine.under_way)
+        ended = sorted(
+            (self.engine.ended.keys() & self._judged) - self._coming - self.engine.under_way
+        )
         return self.rng.choice(ended) if ended else self._new_name()
 
     def _new_name(self) -> str:
