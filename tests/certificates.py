@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import ssl
 import subprocess
 from pathlib import Path
 
@@ -21,3 +23,14 @@ def make_certificate(folder: Path, name: str = "server", *, names: str = HERE) -
     command = ["openssl", *made, "-addext", f"subjectAltName={names}", "-keyout", key, "-out", cert]
     subprocess.run(command, check=True, capture_output=True)
     return cert, key
+
+
+async def served_certificate(port: int) -> bytes:
+    """Return the certificate (DER) that a server on this machine shows to a new connection."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    found: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    await writer.wait_closed()
+    return found

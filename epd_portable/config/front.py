@@ -126,7 +126,7 @@ class FrontSection(Section):
     port: Port = 8000
     """Port to listen on."""
     tls_cert_file: str | None = None
-    """Certificate chain (PEM). With it the front serves HTTPS."""
+    """Certificate chain (PEM), read again when it changes. With it the front serves HTTPS."""
     tls_key_file: str | None = None
     """Private key (PEM) of the certificate."""
     api_keys_file: str | None = None

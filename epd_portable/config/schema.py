@@ -104,8 +104,8 @@ class Topology(Section):
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     """Model name for clients. None: the model's id, or the last part of its folder."""
     secret_file: Annotated[str, Field(min_length=1)] | None = None
-    """File with the [secret](configuration.md#secrets) of a deployment. None: a secret for the run,
-    and no engine of another machine can join."""
+    """File with the [secret](configuration.md#secrets) of a deployment, read at the start. None: a
+    secret for the run, and no engine of another machine can join."""
     encode_priority: EncodePriority = "balanced"
     """What goes first at an engine that generates tokens and encodes: `tokens`, `balanced` or
     `images`, see [Encode priority](scheduling.md#encode-priority)."""

@@ -73,26 +73,8 @@ class Secret:
 
     @classmethod
     def read(cls, path: str) -> Secret:
-        """Read a secret file.
-
-        Raises:
-            ConfigError: None is named, it cannot be read, others may read it, or it is too short.
-        """
-        if not path:
-            raise ConfigError(
-                "there is no secret_file, and without one no process speaks to another: "
-                "epd-launch secret FILE makes one; name it as secret_file to the front and to "
-                "every instance that is started by hand (epd-launch makes one for its own)"
-            )
-        text = read_private_file(
-            path, key="secret_file", remedy=f"; epd-launch secret {path} makes one"
-        )
-        if len(text) < MIN_CHARACTERS:
-            raise ConfigError(
-                f"secret_file {path} holds {len(text)} characters: at least {MIN_CHARACTERS} that "
-                f"nobody can guess are needed; epd-launch secret FILE makes such a file"
-            )
-        return cls(text)
+        """Read a secret file; see `read_secret_file`."""
+        return cls(read_secret_file(path))
 
     def sign(
         self, method: str, target: str, body: bytes = b"", *, clock: Callable[[], float] = time.time
@@ -213,8 +195,35 @@ def _unauthorized(message: str) -> RequestError:
     return RequestError(message, status=401, code="unauthorized")
 
 
-def make_secret_file(path: str) -> None:
-    """Write a fresh secret of 256 bits into a new file that only its owner can read.
+def read_secret_file(path: str) -> str:
+    """Return the secret in a file.
+
+    Raises:
+        ConfigError: None is named, it cannot be read, others may read it, or it is too short.
+    """
+    if not path:
+        raise ConfigError(
+            "there is no secret_file, and without one no process speaks to another: "
+            "epd-launch secret FILE makes one; name it as secret_file to the front and to "
+            "every instance that is started by hand (epd-launch makes one for its own)"
+        )
+    text = read_private_file(
+        path, key="secret_file", remedy=f"; epd-launch secret {path} makes one"
+    )
+    if len(text) < MIN_CHARACTERS:
+        raise ConfigError(
+            f"secret_file {path} holds {len(text)} characters: at least {MIN_CHARACTERS} that "
+            f"cannot be guessed are needed; epd-launch secret FILE makes such a file"
+        )
+    return text
+
+
+def make_secret_file(path: str, secret: str = "") -> None:
+    """Write a secret into a new file that only its owner can read.
+
+    Args:
+        path: The file.
+        secret: The content; a fresh secret of 256 bits if it is empty.
 
     Raises:
         ConfigError: There is such a file, or it cannot be written.
@@ -228,4 +237,4 @@ def make_secret_file(path: str) -> None:
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(secrets.token_hex(32) + "\n")
+        file.write((secret or secrets.token_hex(32)) + "\n")

@@ -7,14 +7,16 @@ before them, and time in which a client reads nothing.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-from uvicorn.config import HTTP_PROTOCOLS
+from uvicorn.config import HTTP_PROTOCOLS, Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from epd_portable.certificates import Certificate
 from epd_portable.responses import BODY_TIMEOUT_S
 
 HEAD_TIMEOUT_S = 30.0
@@ -63,6 +65,15 @@ class _Parser:
             self.feed_data(head + data[upgrade.args[0] :])
 
 
+@functools.cache
+def _certificate(config: Config) -> Certificate | None:
+    """Return the certificate of a server; ``None`` if it has none."""
+    if config.ssl is None or config.ssl_certfile is None:
+        return None
+    cert_file = os.fspath(config.ssl_certfile)
+    return Certificate(config.ssl, cert_file, os.fspath(config.ssl_keyfile or cert_file))
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """A connection within bounds; it is closed beyond them."""
 
@@ -71,8 +82,10 @@ class BoundedProtocol(HttpToolsProtocol):
     _extra_bytes = 0
     _body_bytes = 0
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:
+        if (certificate := _certificate(config)) is not None:
+            certificate.renew()  # Before the handshake of this connection.
+        super().__init__(config, *args, **kwargs)
         self.parser = _Parser(self)  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -18,7 +18,7 @@ from epd_portable.config.document import dotted
 from epd_portable.config.folders import temp_folder
 from epd_portable.config.instance import PLATFORMS
 from epd_portable.config.roles import DUTIES, ROLES, Role
-from epd_portable.config.secret import Secret, make_secret_file
+from epd_portable.config.secret import Secret, make_secret_file, read_secret_file
 from epd_portable.errors import ConfigError
 from epd_portable.launch.commands import gateway, status
 from epd_portable.launch.commands.command_line import (
@@ -165,11 +165,11 @@ def _serve(request: PlanRequest, log_dir: Path | None, *, as_json: bool) -> None
             },
         )
     )
-    with _run_folder(temp_dir, make_secret=topology.secret_file is None):
+    with _run_folder(temp_dir, topology.secret_file):
         Supervisor(
             plan,
             topology.launch,
-            secret=Secret.read(topology.secret_file or run_secret_file(str(temp_dir))),
+            secret=Secret.read(run_secret_file(str(temp_dir))),
             drain_s=topology.front.drain_s,
             log_dir=logs,
             temp_dir=temp_dir,
@@ -318,16 +318,20 @@ def _temp_dir(run_id: str) -> Path:
 
 
 @contextlib.contextmanager
-def _run_folder(path: Path, *, make_secret: bool) -> Iterator[None]:
-    """Make the folder of a run, for this user only, and remove it at the end."""
+def _run_folder(path: Path, secret_file: str | None) -> Iterator[None]:
+    """Make the folder of a run with its secret, for this user only, and remove it at the end.
+
+    A file of the user's is copied: it may be replaced, and a process that is restarted then has to
+    have the secret of the others.
+    """
     make_private_folder(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         # Cleaners of temporary folders leave a locked one alone: a process that is restarted after
         # days needs the secret.
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if make_secret:
-            make_secret_file(run_secret_file(str(path)))
+        given = read_secret_file(secret_file) if secret_file else ""
+        make_secret_file(run_secret_file(str(path)), given)
         yield
     finally:
         os.close(descriptor)

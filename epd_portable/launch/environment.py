@@ -20,7 +20,7 @@ def shm_prefix(run_id: str) -> str:
 
 
 def run_secret_file(temp_dir: str) -> str:
-    """Return the path of the secret that the launcher makes for a run that names none."""
+    """Return the path of the secret of a run: a copy of ``secret_file``, or a fresh one."""
     return f"{temp_dir}/secret"
 
 

@@ -8,6 +8,7 @@ import ssl
 import click
 import uvloop
 
+from epd_portable.certificates import RenewedContext
 from epd_portable.errors import ConfigError
 from epd_portable.launch.commands.command_line import PORT, ServerUrl, json_lines_option, printer
 from epd_portable.launch.notices import Notice
@@ -26,7 +27,9 @@ _FILE = click.Path(exists=True, dir_okay=False)
     "--drain-s", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="S",
     help="Longest time for open requests at a stop.",
 )  # fmt: skip
-@click.option("--tls-cert-file", type=_FILE, metavar="F", help="Certificate of its own address.")
+@click.option(
+    "--tls-cert-file", type=_FILE, metavar="F", help="Its certificate, read again when it changes."
+)
 @click.option("--tls-key-file", type=_FILE, metavar="F", help="Key of that certificate.")
 @click.option(
     "--tls-ca-file", type=_FILE, metavar="F",
@@ -68,8 +71,8 @@ def gateway(
     tls = None
     try:
         if tls_cert_file is not None:
-            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            tls.load_cert_chain(tls_cert_file, tls_key_file)
+            assert tls_key_file is not None
+            tls = RenewedContext.load(tls_cert_file, tls_key_file)
         to_fronts = ssl.create_default_context(cafile=tls_ca_file) if tls_ca_file else None
         found = Gateway(fronts, to_fronts)
         say = printer(as_json=as_json)

@@ -156,7 +156,7 @@ class Engine:
             instance=self.name,
             platform=self.traits.name,
             host=host,
-            secret_file=topology.secret_file or run_secret_file(self.temp_dir),
+            secret_file=run_secret_file(self.temp_dir),
             **transfer.model_dump(exclude={"pool_bytes"}),
             store=topology.store,
             **settings,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -24,7 +25,7 @@ import yaml
 from epd_portable.front.exchange import KEY, MAPPING
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.wire.params import FIELD
-from tests.certificates import make_certificate
+from tests.certificates import make_certificate, served_certificate
 from tests.e2e.asking import body, picture, text
 from tests.e2e.collector import Collector, collecting
 from tests.e2e.conftest import Split, running
@@ -51,6 +52,7 @@ class Served:
     client: httpx.Client
     collector: Collector
     site: str
+    certificate: tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, fork: Popen) -> Iterator[Se
         with running(folder, settings, popen=fork) as split:
             url = split.url.replace("http://", "https://")
             with httpx.Client(base_url=url, verify=trust, trust_env=False, timeout=60) as client:
-                yield Served(split, client, collector, f"http://{domain}")
+                yield Served(split, client, collector, f"http://{domain}", (cert, key))
 
 
 def test_first_request_of_a_client_connects_nothing(served: Served) -> None:
@@ -115,6 +117,22 @@ def test_front_serves_https_cors_and_spans(served: Served) -> None:
 
     wait_until(lambda: of_one_trace("request", "encode", "llm_request"), "spans came")
     assert {"front"} in served.collector.services("encode")
+
+
+def test_renewed_certificate_is_served_to_new_connections(served: Served) -> None:
+    port = int(served.split.url.rpartition(":")[2])
+    kept = {path: path.read_bytes() for path in served.certificate}
+    try:
+        for number in range(2):
+            renewed = make_certificate(served.certificate[0].parent, f"renewed-{number}")
+            for new, used in zip(renewed, served.certificate, strict=True):
+                new.replace(used)
+            shown = ssl.PEM_cert_to_DER_cert(served.certificate[0].read_text())
+            assert asyncio.run(served_certificate(port)) == shown
+        assert served.client.get("/health").status_code == 200, "open connections go on"
+    finally:
+        for path, content in kept.items():
+            path.write_bytes(content)
 
 
 @pytest.mark.needs_prometheus

@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import re
 import socket
+import ssl
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +23,7 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from epd_portable.front import connections
+from tests.certificates import make_certificate, served_certificate
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -57,9 +61,22 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
     """Port of a server as vLLM starts it in the front."""
+    async with serving() as port:
+        yield port
+
+
+@contextlib.asynccontextmanager
+async def serving(**settings: Any) -> AsyncIterator[int]:
+    """Serve as vLLM does in the front, with further settings of uvicorn; yield the port."""
     connections.install()
     config = uvicorn.Config(
-        respond, port=0, log_level="error", lifespan="off", ws="none", timeout_keep_alive=1
+        respond,
+        port=0,
+        log_level="error",
+        lifespan="off",
+        ws="none",
+        timeout_keep_alive=1,
+        **settings,
     )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
@@ -275,3 +292,40 @@ async def test_idle_connection_is_kept_longer_than_clients_keep_it(port: int) ->
             assert head.startswith(b"HTTP/1.1 200")
             await reader.readexactly(len("GET /a "))
             await asyncio.sleep(1.3)  # The server is set to close idle connections after 1 s.
+
+
+async def test_certificate_is_renewed_as_a_kubernetes_secret_is(tmp_path: Path) -> None:
+    cert, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    data = tmp_path / "..data"
+
+    def project(number: int) -> bytes:
+        """Swap a link to a folder with both files, as the kubelet does."""
+        folder = tmp_path / f"..{number}"
+        folder.mkdir()
+        for made, name in zip(make_certificate(folder), (cert.name, key.name), strict=True):
+            made.rename(folder / name)
+        (tmp_path / "new").symlink_to(folder.name)
+        (tmp_path / "new").replace(data)
+        return ssl.PEM_cert_to_DER_cert((folder / cert.name).read_text())
+
+    shown = project(0)
+    cert.symlink_to(f"..data/{cert.name}")
+    key.symlink_to(f"..data/{key.name}")
+    async with serving(ssl_certfile=cert, ssl_keyfile=key) as port:
+        assert await served_certificate(port) == shown
+        for number in (1, 2):
+            shown = project(number)
+            assert await served_certificate(port) == shown
+
+
+async def test_former_certificate_is_served_until_both_files_are_new(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path)
+    former = ssl.PEM_cert_to_DER_cert(cert.read_text())
+    new_cert, new_key = make_certificate(tmp_path, "new")
+    async with serving(ssl_certfile=cert, ssl_keyfile=key) as port:
+        cert.unlink()
+        assert await served_certificate(port) == former
+        cert.write_text(new_cert.read_text())
+        assert await served_certificate(port) == former
+        key.write_text(new_key.read_text())
+        assert await served_certificate(port) == ssl.PEM_cert_to_DER_cert(new_cert.read_text())

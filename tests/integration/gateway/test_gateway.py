@@ -20,7 +20,7 @@ from yarl import URL
 from epd_portable import gateway
 from epd_portable.gateway import Gateway
 from epd_portable.placement.profiles.selection_types import SESSION_HEADER
-from tests.certificates import make_certificate
+from tests.certificates import make_certificate, served_certificate
 from tests.listening import stop_listening
 from tests.waiting import until_async
 
@@ -404,7 +404,7 @@ async def test_upgraded_connections_are_refused() -> None:
         assert refused.value.status == 501
 
 
-async def test_command_serves_by_tls_and_ends_open_requests_before_it_ends(tmp_path: Path) -> None:
+async def test_command_serves_tls_renews_certificate_and_drains(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path)
     front = PlayedFront("a")
     await front.open()
@@ -429,6 +429,11 @@ async def test_command_serves_by_tls_and_ends_open_requests_before_it_ends(tmp_p
         line = await process.stderr.readline()
         assert line, log
         log += line
+    for number in range(2):
+        renewed = make_certificate(tmp_path, f"renewed-{number}")
+        for new, used in zip(renewed, (cert, key), strict=True):
+            new.replace(used)
+        assert await served_certificate(port) == ssl.PEM_cert_to_DER_cert(cert.read_text())
     trusted = ssl.create_default_context(cafile=cert)
     async with aiohttp.ClientSession(f"https://127.0.0.1:{port}") as client:
         asking = asyncio.create_task(_text(client, trusted))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from epd_portable.config.secret import Secret
+from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.errors import ConfigError, LaunchError
 from epd_portable.launch.cli import _run_folder
 from epd_portable.launch.environment import run_secret_file
@@ -83,7 +83,7 @@ def test_a_run_has_a_fresh_secret_that_only_its_user_can_read_and_that_goes_with
 ) -> None:
     tokens, folder = [], tmp_path / "run"
     for _ in range(2):
-        with pytest.raises(RuntimeError), _run_folder(folder, make_secret=True):
+        with pytest.raises(RuntimeError), _run_folder(folder, None):
             file = Path(run_secret_file(str(folder)))
             assert (mode(folder), mode(file)) == (0o700, 0o600)
             tokens.append(Secret.read(str(file)).derive("test"))
@@ -95,15 +95,25 @@ def test_a_run_has_a_fresh_secret_that_only_its_user_can_read_and_that_goes_with
             raise RuntimeError
         assert not folder.exists()
     assert tokens[0] != tokens[1]
-    with _run_folder(folder, make_secret=False):
-        assert list(folder.iterdir()) == []
+
+
+def test_run_keeps_the_secret_that_it_was_started_with(tmp_path: Path) -> None:
+    given, folder = tmp_path / "secret", tmp_path / "run"
+    make_secret_file(str(given))
+    secret = given.read_text()
+    with _run_folder(folder, str(given)):
+        given.unlink()
+        make_secret_file(str(given))
+        copy = Path(run_secret_file(str(folder)))
+        assert (copy.read_text(), mode(copy)) == (secret, 0o600)
+        assert given.read_text() != secret
 
 
 def test_somebody_elses_folder_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with (
         pytest.raises(FileExistsError),
-        _run_folder(tmp_path / "run", make_secret=True),
+        _run_folder(tmp_path / "run", None),
     ):
         pytest.fail("it was")
     assert (tmp_path / "run").exists()

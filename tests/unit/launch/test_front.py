@@ -153,7 +153,7 @@ def test_front_waits_for_engines_of_other_machines() -> None:
     pd, front = planned(alone).processes
     settings = json.loads(front.argv[4])
     assert [each["name"] for each in settings["engines"]] == [pd.name]
-    assert (settings["secret_file"], settings["trusted_network"]) == ("secret", False)
+    assert settings["trusted_network"] is False
 
 
 def test_store_reaches_the_front() -> None:
