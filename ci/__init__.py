@@ -1,1 +1,1 @@
-"""What makes and checks the environments of this checkout; never part of the installed package."""
+"""Tools that make and check the environments of this checkout; not in the installed package."""

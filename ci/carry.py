@@ -28,16 +28,16 @@ ENGINE = "vllm==0.26.0"
 TORCH = ("torch", "torchvision", "torchaudio", "triton", "nvidia-", "cuda-")
 """Packages, or beginnings of their names, that only the machine's own image has in one piece."""
 TESTS = ("pytest", "pytest-asyncio", "hypothesis", "psutil")
-"""What the stages need besides."""
+"""Packages that the stages need in addition."""
 GLIBC = range(5, 40)
 LIST, PIECE, WHOLE = "files.json", "piece", "whole"
 MODELINFOS = "modelinfos"
 """Folder of vLLM's cache; a file there is used if its model's source has the same hash."""
 FATBIN = struct.Struct("<IHHQ")
-"""How device code begins in a library: magic, version, bytes of this header, bytes behind it."""
+"""Header of device code in a library: magic, version, bytes of this header, bytes behind it."""
 MAGIC, VERSION = 0xBA55ED50, 1
 CODE = struct.Struct("<HHIQ12xI")
-"""One architecture's: kind, version, bytes of its header, bytes behind it, compute capability."""
+"""Header of an architecture: kind, version, its bytes, bytes behind it, compute capability."""
 MACHINE_CODE = 2
 """The kind that a device runs as it is; the other is compiled for it when it is loaded."""
 

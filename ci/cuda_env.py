@@ -1,4 +1,4 @@
-"""What an environment for NVIDIA needs of its machine, looked at before anything is fetched.
+"""Needs of an environment for NVIDIA on its machine, checked before anything is fetched.
 
 The engine is gigabytes with what it needs: a driver or a Python that cannot use it is told first.
 """
@@ -15,11 +15,11 @@ from pathlib import Path
 from ci.venv import EnvironmentSetupError
 
 ENGINE = "vllm==0.32.0"
-"""What `make env PLATFORM=cuda` installs, of the versions that the package takes."""
+"""Engine of `make env PLATFORM=cuda`, of the versions that the package supports."""
 NEWEST_PYTHON = (3, 14)
-"""Of the engine; the oldest is that of the project's tools."""
+"""Newest Python of the engine; the oldest is that of the project's tools."""
 OLDEST_DRIVER = 580
-"""Of CUDA 13, for which the engine and its torch are built."""
+"""Oldest driver for CUDA 13, for which the engine and its torch are built."""
 KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 NVCC_PLACES = ("nvcc", "/usr/local/cuda/bin/nvcc")
 _ASK_TIMEOUT_S = 20

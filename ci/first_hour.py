@@ -42,7 +42,7 @@ STARTED_BY = "FIRST_HOUR_STAGE"
 REFERENCE = "EPD_TEST_REFERENCE"
 """Variable with the log of the one plain vLLM that the stages of engines compare with."""
 MARK = '{"figure": '
-"""How a line of a stage's output begins that is a figure; the rest of it is JSON too."""
+"""Prefix of a line of a stage's output that is a figure; the rest of the line is JSON as well."""
 ENGINES = "tests/first_hour/test_engines.py"
 CALL_AGAIN = 75
 """Exit status: stages go on in the background, or wait for pieces."""
@@ -50,7 +50,7 @@ CALL_AGAIN = 75
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What the hour is about.
+    """Platform and models of the hour.
 
     Attributes:
         platform: What engines run on.
@@ -122,7 +122,7 @@ REHEARSALS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One command.
+    """A command with its limits.
 
     Attributes:
         argv: From the repository's root; ``{out}`` stands for the folder of results.
@@ -211,13 +211,13 @@ class Hour:
 
     @property
     def told(self) -> dict[str, Any]:
-        """What is known of each stage that has run."""
+        """Return the record of each stage that has run."""
         file = self._out / FIGURES
         return json.loads(file.read_text("utf-8")) if file.is_file() else {}
 
     @property
     def due(self) -> list[Stage]:
-        """What has not ended well."""
+        """Return the stages that have not ended well."""
         told = self.told
         return [each for each in self.stages if told.get(each.name, {}).get("status") != 0]
 

@@ -184,7 +184,7 @@ def body(found: griffe.Object) -> list[str]:
 
 @dataclass(kw_only=True)
 class Findings:
-    """What differs, by hook.
+    """Differences by hook.
 
     Attributes:
         must: Lines about what the plug-in must follow.

@@ -1,4 +1,4 @@
-"""What installs into an environment: uv, or pip where uv cannot be had.
+"""Installers of packages: uv, or pip where uv is not available.
 
 Needs the standard library only: it runs with the machine's own Python, before anything is
 installed.

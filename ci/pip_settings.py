@@ -1,4 +1,4 @@
-"""What pip is configured to do, in the variables and options of uv, which reads none of it.
+"""Settings of pip as variables and options of uv, which reads none of them.
 
 Needs the standard library only: it runs with the machine's own Python, before anything is
 installed.

@@ -44,12 +44,12 @@ LIMITS = {
     "pyproject.toml": re.compile(r'^cuda = \["vllm>=[\d.]+,<(\d+)\.(\d+)"\]$', re.M),
     "docs/status.md": re.compile(r"vLLM \d+\.\d+ to (\d+)\.(\d+)"),
 }
-"""Where limits are, and their form; that of ``pyproject.toml`` is the first release refused."""
+"""Files with limits, and their form; that of ``pyproject.toml`` is the first release refused."""
 RUNS_ON_CPU = {
     "ci/jobs/engines.sh": re.compile(r"versions=\((\d.*)\)"),
     "ci/matrix.yaml": re.compile(r"covers: .*the split against one process .*"),
 }
-"""Where releases are named that have a build for CPU."""
+"""Files that name the releases with a build for CPU."""
 SMOKE = tuple(
     f"tests/integration/vllm_plugin/test_{name}.py"
     for name in (
@@ -57,14 +57,14 @@ SMOKE = tuple(
         "media_again",
     )
 )
-"""What needs no library of the release beyond those of ``.venv``."""
+"""Tests that need no library of the release beyond those of ``.venv``."""
 SITE = """from epd_portable.platforms import torchvision_guard
 
 torchvision_guard.install()
 """
 """Imported first by each process: from 0.33 on vLLM imports transformers before its plug-ins."""
 LINES = 30
-"""Of the smoke test's output in the report."""
+"""Lines of the smoke test's output in the report."""
 
 
 @dataclass(frozen=True, kw_only=True)

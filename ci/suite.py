@@ -50,7 +50,7 @@ TOGETHER_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One command of the suite.
+    """A command of the suite.
 
     Attributes:
         name: For people, and of its log.
@@ -116,7 +116,7 @@ def pieces(*, full: bool) -> list[Piece]:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """How a piece ended.
+    """Result of a piece.
 
     Attributes:
         status: Its exit status; ``None`` if it was left out.

@@ -19,7 +19,7 @@ COPIED = ("tokenizer_config.json", "chat_template.jinja", "generation_config.jso
 MAX_PIXELS = {"cpu": 200_704}
 """Most pixels of an image, by model; larger images are scaled down."""
 MAX_PIXELS_OF_QWEN = 12_845_056
-"""Of Qwen2.5-VL: an image of 1008 × 1008 pixels keeps them, and is 1296 tokens."""
+"""Side of an image for Qwen2.5-VL: 1008 × 1008 pixels are kept, and are 1296 tokens."""
 
 # Configuration files of Qwen/Qwen2.5-VL-3B-Instruct and -7B-Instruct.
 TOWER = {

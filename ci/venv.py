@@ -1,4 +1,4 @@
-"""One virtual environment of this checkout: made once, its stamp says from what.
+"""A virtual environment of this checkout: made once, with a stamp of its inputs.
 
 Needs the standard library only: it runs with the machine's own Python, before anything is
 installed.
@@ -93,7 +93,7 @@ class Venv:
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
+        """Return the path of its interpreter."""
         return self.folder / "bin" / "python"
 
     @property

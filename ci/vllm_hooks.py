@@ -1,4 +1,4 @@
-"""What the plug-in relies on in vLLM: the one table that ``ci/hooks_diff.py`` compares by.
+"""Parts of vLLM that the plug-in uses: the one table that ``ci/hooks_diff.py`` compares by.
 
 A test holds it against the sources: every name of vLLM that the package imports is in it, and
 every row is true of the installed version. Owners and functions are named without ``vllm.``.

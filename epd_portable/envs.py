@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Variable(Generic[T]):
-    """One environment variable.
+    """An environment variable.
 
     Attributes:
         default: Value when it is unset or empty.

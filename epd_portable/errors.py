@@ -33,7 +33,7 @@ from __future__ import annotations
 import re
 
 _PASSWORD = re.compile(r"(://[^\s:/@]*):(?!\d+(?:[/?#\s,;)\]}'\"]|:\s|$))[^@\n]*@(?:\S*@)?")
-"""What stands between the name of a user and the last @ before a host: no port."""
+"""Password of a URL: text between a user name and the last @ before a host, and no port."""
 
 
 def without_passwords(text: str) -> str:
@@ -117,7 +117,7 @@ class CorruptEntryError(StoreError):
 
 
 class CapacityError(EPDError):
-    """Something bounded is full; waiting may help."""
+    """Exhaustion of something bounded; waiting may help."""
 
 
 class MeasurementError(EPDError):

@@ -44,9 +44,9 @@ CONNECT_TIMEOUT_S = 5.0
 HELD_BYTES = 16 << 20
 """Largest body that is held until its response begins, to be sent again."""
 ALL_HELD_BYTES = 512 << 20
-"""Of all requests together; beyond it bodies are passed on while they come."""
+"""Most bytes of all bodies; beyond it bodies are passed on while they arrive."""
 _LINGERING_S = 2.0
-"""How long a client may go on to send a body after its response."""
+"""Longest time for a client to send the rest of a body after its response."""
 _BUSY = frozenset({429, 503})
 """Statuses by which a front says that another one may serve the request."""
 _HOP_BY_HOP = frozenset(
@@ -58,7 +58,7 @@ _HOP_BY_HOP = frozenset(
 
 @dataclass(eq=False, slots=True)
 class FrontServer:
-    """One front.
+    """A front.
 
     Attributes:
         url: Without a path, or with the one below which it serves.
@@ -73,7 +73,7 @@ class FrontServer:
 
     @property
     def name(self) -> str:
-        """Of its host and port."""
+        """Return host and port of its URL."""
         return self.url.authority
 
 

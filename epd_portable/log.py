@@ -77,7 +77,7 @@ def access_log(where: str) -> logging.Logger:
 
 
 class _LineFile(WatchedFileHandler):
-    """What cannot be written, as on a full disk, is said at standard error, and ends nothing."""
+    """Handler that reports a failed write, as on a full disk, at standard error and continues."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler.emit`."""
@@ -120,7 +120,7 @@ class EventTrace:
 
     @property
     def on(self) -> bool:
-        """Whether events are recorded."""
+        """Return whether events are recorded."""
         return bool(self._folder)
 
     def __call__(self, event: str, *, at_s: float | None = None, **fields: object) -> None:

@@ -1,1 +1,1 @@
-"""What developers run by hand; not part of the package."""
+"""Tools that developers run by hand; not part of the package."""

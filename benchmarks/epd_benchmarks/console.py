@@ -1,4 +1,4 @@
-"""What the commands of ``epd-bench`` have in common: progress, and where results go."""
+"""Common parts of the commands of ``epd-bench``: progress, and the destination of results."""
 
 from __future__ import annotations
 

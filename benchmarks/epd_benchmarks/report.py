@@ -23,13 +23,13 @@ import psutil
 from epd_portable.launch.commands.command_line import SCHEMA_VERSION
 
 Plain: TypeAlias = "str | int | float | bool | Sequence[Plain] | dict[str, Plain] | None"
-"""What JSON can hold."""
+"""Values that JSON can hold."""
 
 Row: TypeAlias = "Mapping[str, str]"
 """Cells of a table by their columns."""
 
 _LOAD_BEFORE = round(os.getloadavg()[0], 2)
-"""Of the last minute, when nothing was started yet."""
+"""Load average of the last minute, when nothing was started yet."""
 _DISTRIBUTIONS = (
     "epd-portable",
     "vllm",

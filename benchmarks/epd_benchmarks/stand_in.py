@@ -1,4 +1,4 @@
-"""What `transfer` and `step` give to a sender and a receiver in place of an engine's."""
+"""Parts that `transfer` and `step` give to a sender and a receiver in place of an engine's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VALUES = 256
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """One transfer, for both ends (`epd_benchmarks.ends`).
+    """A transfer, for both ends (`epd_benchmarks.ends`).
 
     Attributes:
         name: Name of the item and of its transfer.

@@ -40,7 +40,7 @@ _WAIT_TIMEOUT_S = 30.0
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class TransferCase:
-    """One combination, and its times in the order of the rounds, in seconds.
+    """A combination, and its times in the order of the rounds, in seconds.
 
     Attributes:
         encode_s: One of `ENCODE_S`.

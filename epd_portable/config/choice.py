@@ -1,4 +1,4 @@
-"""How instances are chosen, as a file says it: llm-d's ``EndpointPickerConfig``.
+"""Choice of instances as a file describes it: llm-d's ``EndpointPickerConfig``.
 
 Which types of plug-ins there are and what their parameters mean is not known here: see
 `epd_portable.placement.profiles.catalogue`.
@@ -34,7 +34,7 @@ Name = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class PluginSection(Section):
-    """One plug-in."""
+    """A plug-in."""
 
     type: Name
     name: Name | None = None
@@ -54,7 +54,7 @@ class PluginUse(Section):
 
 
 class ProfileSection(Section):
-    """How one stage is chosen for: by filters in their order, scorers, and at most one picker."""
+    """Choice for one stage: filters in their order, scorers, and at most one picker."""
 
     name: Name
     plugins: Annotated[list[PluginUse], Field(max_length=MAX_PLUGINS)]

@@ -55,7 +55,7 @@ class MediaUrls(Section):
 
 
 class MediaSection(Section):
-    """What media may become when they are decoded, see `MediaLimits`, and where they come from."""
+    """Limits and sources of media, see `MediaLimits`."""
 
     max_items: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_items
     """Most images, videos and audio clips of one request. More get 400."""
@@ -73,7 +73,7 @@ class MediaSection(Section):
 
     @property
     def limits(self) -> MediaLimits:
-        """Those for whoever decodes them."""
+        """Return the limits for decoders."""
         return MediaLimits(**self.model_dump(exclude={"urls"}))
 
 
@@ -92,7 +92,7 @@ class DecodeAdmission(Section):
 
 
 class AdmissionSection(Section):
-    """What may be in flight at the instances, and which requests wait; ``None`` is no limit."""
+    """Limits of requests in flight and waiting; ``None`` is no limit."""
 
     max_requests: Annotated[int, Field(ge=1)] | None = None
     """Most requests in flight. Further ones wait, see [Admission](front.md#admission)."""

@@ -159,7 +159,7 @@ class Instances(Section):
 
     @property
     def counts(self) -> dict[Role, int]:
-        """How many instances there are of each role."""
+        """Return the number of instances of each role."""
         return {role: self.of(role).count for role in ROLES}
 
 

@@ -28,7 +28,7 @@ PortRange = Annotated[list[Port], BeforeValidator(_bare), Field(min_length=2, ma
 
 
 class HardwareProfile(Section):
-    """One kind of server; ``docs/configuration.md`` says what each key means."""
+    """A kind of server; ``docs/configuration.md`` defines the keys."""
 
     platform: PlatformName
     device: Annotated[str, Field(min_length=1)]
@@ -46,7 +46,7 @@ class HardwareProfile(Section):
 
     @property
     def name(self) -> str:
-        """That of its file, without the ending."""
+        """Name of its file, without the extension."""
         return self._name
 
     @property

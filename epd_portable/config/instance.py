@@ -1,4 +1,4 @@
-"""What the launcher tells the connector of one engine instance.
+"""Settings that the launcher passes to the connector of an engine instance.
 
 It travels as vLLM's ``ec_connector_extra_config``, so it holds plain JSON values only.
 """
@@ -29,7 +29,7 @@ def known_platform(name: str) -> str:
 
 
 EncodePriority = Literal["tokens", "balanced", "images"]
-"""What an engine that encodes beside its steps prefers, see `Topology.encode_priority`."""
+"""Preference of an engine that encodes and generates, see `Topology.encode_priority`."""
 
 _OF_FEW = ("store", "host_cache_bytes", "max_queued_items", "max_queued_bytes", "encode_priority")
 
@@ -37,7 +37,7 @@ PlatformName = Annotated[str, AfterValidator(known_platform)]
 
 
 class InstanceConfig(BaseModel):
-    """One instance as its connector sees it.
+    """An instance as its connector sees it.
 
     Attributes:
         instance: Name, for example ``encode-0`` or ``prefill_decode-0``.

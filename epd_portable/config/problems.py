@@ -1,4 +1,4 @@
-"""What a schema found wrong with a file, said in the keys and lines that the user wrote."""
+"""Problems that a schema found in a file, with the keys and lines that the user wrote."""
 
 from __future__ import annotations
 

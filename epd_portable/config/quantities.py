@@ -1,4 +1,4 @@
-"""What sections of configuration files are made of: sizes, times, addresses."""
+"""Types of sections of configuration files: sizes, times, addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an instance does of a request: six roles, the names that they may be written by."""
+"""Roles of instances: six sets of stages, and their aliases."""
 
 from __future__ import annotations
 

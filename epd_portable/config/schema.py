@@ -52,7 +52,7 @@ def _one_or_more(given: object) -> object:
 
 
 class TransferSection(Section):
-    """How encoder outputs travel."""
+    """Transfer of encoder outputs."""
 
     path: PathName = "auto"
     """`auto`: the first path of both ends, see [Transfer paths](configuration.md#transfer-paths).
@@ -71,7 +71,7 @@ class TransferSection(Section):
 
 
 class Launch(Section):
-    """How the launcher starts, watches and stops processes."""
+    """Start, supervision and end of processes."""
 
     host: Annotated[str, AfterValidator(_check_host)] = "127.0.0.1"
     """IPv4 address of this machine for jobs, HTTP, control and data, or `auto`: the address of the
@@ -107,8 +107,8 @@ class Topology(Section):
     """File with the [secret](configuration.md#secrets) of a deployment, read at the start. None: a
     secret for the run, and no engine of another machine can join."""
     encode_priority: EncodePriority = "balanced"
-    """What goes first at an engine that generates tokens and encodes: `tokens`, `balanced` or
-    `images`, see [Encode priority](scheduling.md#encode-priority)."""
+    """Priority at an engine that generates tokens and encodes: `tokens`, `balanced` or `images`,
+    see [Encode priority](scheduling.md#encode-priority)."""
     instances: Instances = Instances()
     transfer: TransferSection = TransferSection()
     front: FrontSection = FrontSection()
@@ -129,7 +129,7 @@ class Topology(Section):
 
     @property
     def encodes_apart(self) -> bool:
-        """Whether encode instances have a platform or an environment of their own."""
+        """Return whether encode instances have a platform or an environment of their own."""
         group = self.instances.encode
         named = group.platform is not None or group.environment is not None
         return named and group.count > 0 and not self.launch.join

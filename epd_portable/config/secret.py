@@ -23,9 +23,9 @@ MIN_CHARACTERS = 32
 MAX_BYTES = 1 << 20
 SIGNATURE_SCHEME = "EPD-HMAC"
 SIGNATURE_TOLERANCE_S = 30
-"""How far a signature's time may be before or after the clock."""
+"""Largest difference between the time of a signature and the clock."""
 MAX_SIGNATURES = 65_536
-"""Those that are remembered at once; further requests are refused."""
+"""Most signatures remembered at once; further requests are refused."""
 _PROOF_BYTES = 16
 _SIGNATURE = re.compile(
     rf"{SIGNATURE_SCHEME} time=([0-9]{{1,12}}), nonce=([0-9a-f]{{32}}), mac=([0-9a-f]{{64}})",

@@ -1,4 +1,4 @@
-"""Where encoder outputs are kept beyond the instances that made them."""
+"""Storage of encoder outputs beyond the instances that made them."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _Point = tuple[float, float]
 
 
 class QuestionKind(StrEnum):
-    """What a question asks about a picture."""
+    """Subject of a question about an image."""
 
     DESCRIBE = "describe"
     COUNT = "count"
@@ -72,7 +72,7 @@ def article(word: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """What a picture shows; every answer follows from it."""
+    """Content of an image; every answer follows from it."""
 
     shape: str
     colour: str

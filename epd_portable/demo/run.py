@@ -33,7 +33,7 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """One chat completion.
+    """A chat completion.
 
     Attributes:
         item: What the instance that answered says of the picture; empty for one process.

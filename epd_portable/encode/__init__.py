@@ -1,4 +1,4 @@
-"""What an encode engine does: queue, two-level cache, sender of outputs.
+"""Encode engine: queue, two-level cache, sender of outputs.
 
 ============  =====================  ===============================================
 process       module                 what

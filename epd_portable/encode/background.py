@@ -69,9 +69,9 @@ class ComputeTurns:
         self._passed = 0
         """Steps for which it has waited."""
         self._stepped_s = 0.0
-        """When the last step ended."""
+        """End of the last step, in seconds."""
         self._begun_s = 0.0
-        """When the encoder's turn began."""
+        """Begin of the encoder's turn, in seconds."""
 
     def take_turn(self) -> None:
         """Return as soon as a step may compute."""
@@ -165,13 +165,13 @@ class StepEncoder:
         return failed, placed
 
     def take_turn(self) -> None:
-        """A step is about to compute: at once, as nothing is encoded beside it."""
+        """Begin a step at once: nothing is encoded next to it."""
 
     def end_turn(self) -> None:
-        """A step has computed."""
+        """Note that a step has computed."""
 
     def close(self) -> None:
-        """Nothing goes on between steps."""
+        """Do nothing: no encoding goes on between steps."""
 
     def _keep(
         self, mm_hash: str, output: torch.Tensor | None, encoder_cache: dict[str, torch.Tensor]
@@ -202,7 +202,7 @@ class BackgroundEncoder(StepEncoder):
         self.turns = ComputeTurns(TURNS[priority])
         self._resets = 0
         self._orders: queue.SimpleQueue[tuple[int, EncodeOrder] | None] = queue.SimpleQueue()
-        """Each with the number of resets before it."""
+        """Jobs, each with the number of resets before it."""
         self._ended: queue.SimpleQueue[tuple[int, str, torch.Tensor | None]] = queue.SimpleQueue()
         """Likewise; ``None`` stands for an output that could not be made, which was logged."""
         self._thread = threading.Thread(target=self._work, name="epd-encoder", daemon=True)

@@ -52,7 +52,7 @@ class Dispatcher:
 
     @property
     def busy(self) -> bool:
-        """Whether transfers are under way; a step reports which of them have ended."""
+        """Return whether transfers are under way; a step reports which of them have ended."""
         return bool(self.kept)
 
     def request_arrived(
@@ -106,7 +106,7 @@ class Dispatcher:
             self._waiting[request_id] = orders
 
     def request_finished(self, request_id: str) -> None:
-        """The request ended; orders that never got room are dropped."""
+        """End a request; drop its orders that never got space."""
         self._waiting.pop(request_id, None)
 
     def consumer(self, request_id: str) -> str:
@@ -138,7 +138,7 @@ class Dispatcher:
         return self._waiting.pop(request_id, [])
 
     def reset(self) -> None:
-        """The encoder cache was reset: workers send nothing of before, and report no end of it."""
+        """Reset with the encoder cache: workers send nothing of before, and report no end of it."""
         self.kept.clear()
 
     def transfers_ended(self, transfer_ids: Iterable[str]) -> None:

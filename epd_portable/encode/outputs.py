@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from epd_portable.transfer.curve import CurveKeys
 
 OUTDATED = "the encoder cache was reset, and its output may be that of other weights"
-"""Why a transfer from before a reset fails."""
+"""Reason for which a transfer from before a reset fails."""
 _WRITERS = 4
 CLOSE_S = 30.0
 """A write that goes on for so long when closing is abandoned."""
@@ -52,7 +52,7 @@ _COMPUTED_WAIT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class EncoderOutput:
-    """One encoder output.
+    """An encoder output.
 
     Attributes:
         tensor: ``(num_tokens, width)``, contiguous.
@@ -105,7 +105,7 @@ class KeptOutputs:
         return len(self._outputs)
 
     def add_order(self, order: TransferOrder, tensor: torch.Tensor | None) -> bool:
-        """A transfer needs an item, whose output is given if the engine has it from before.
+        """Note that a transfer needs an item; submit its output if the engine has it from before.
 
         Returns:
             Whether the output is here; otherwise `add` brings it.
@@ -161,7 +161,7 @@ class KeptOutputs:
         return output
 
     def end_order(self, transfer_id: str) -> bool:
-        """A transfer has ended: its output goes with the last of them.
+        """End a transfer; release its output with the last of them.
 
         Returns:
             Whether it is one since the last `reset`.
@@ -214,7 +214,7 @@ class KeptOutputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteResult:
-    """How a write ended.
+    """Result of a write.
 
     Attributes:
         write: Which.
@@ -265,7 +265,7 @@ class Writers:
         self._blocking: SimpleQueue[Work | None] = SimpleQueue()
         self._queued: SimpleQueue[Work | None] = SimpleQueue()
         self._copied_s = 0.0
-        """When the copy stream ended the last copy that the watcher has waited for."""
+        """Time at which the copy stream ended the last copy that the watcher has waited for."""
         self._threads = [
             self._thread(f"epd-writer-{number}", self._blocking) for number in range(_WRITERS)
         ]

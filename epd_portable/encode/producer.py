@@ -39,7 +39,7 @@ from epd_portable.wire.messages import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferOrder:
-    """One item to deliver to one consumer.
+    """An item to deliver to one consumer.
 
     Attributes:
         consumer: ZMQ address of the consumer's control channel.
@@ -86,7 +86,7 @@ class Finished:
 
 @dataclass(slots=True)
 class Actions:
-    """What a session asks the caller to do."""
+    """Request of a session to its caller."""
 
     messages: list[tuple[str, AnyMessage]] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
@@ -112,7 +112,7 @@ class _Transfer:
     next_send_s: float = 0.0
     is_announced: bool = False
     problem: str | None = None
-    """How it ends when the write that is under way has ended, whose result does not matter."""
+    """End of the transfer once the write under way has ended, whose result does not matter."""
     last_message: AnyMessage | None = None
     """Sent when the slot is not written any more."""
     next: _Transfer | None = None
@@ -162,7 +162,7 @@ class ProducerSession:
         known.next = transfer
 
     def output_ready(self, mm_hash: str) -> None:
-        """The encoder has put out an item."""
+        """Note that the output of an item is ready."""
         for transfer in self._transfers.values():
             for each in (transfer, transfer.next):
                 if each is not None and each.order.mm_hash == mm_hash:
@@ -196,7 +196,7 @@ class ProducerSession:
             self._end(transfer, f"{NackCode.INCOMPATIBLE.value}: {message.problem}")
 
     def write_done(self, transfer_id: str, now: float) -> None:
-        """A `Write` is complete."""
+        """Note that a `Write` is complete."""
         transfer = self._transfers[transfer_id]
         if transfer.problem is not None:
             self._close(transfer, transfer.problem)
@@ -205,7 +205,7 @@ class ProducerSession:
             self._ask(transfer, now)
 
     def write_failed(self, transfer_id: str, problem: str, now: float) -> None:
-        """A `Write` failed: aborts and ends the transfer."""
+        """Abort and end a transfer whose `Write` failed."""
         transfer = self._transfers[transfer_id]
         if transfer.problem is not None:
             self._close(transfer, transfer.problem)

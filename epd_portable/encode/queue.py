@@ -1,4 +1,4 @@
-"""Which encode requests start in a step: whole, and fairly among the consumers of their items.
+"""Admission of encode requests to a step: whole, and fair among the consumers of their items.
 
 A request starts when *all* its items fit together into what one step may compute and into the
 encoder cache; until then it waits. Items that are in the cache already need room there but are not
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class EncodeRequest(MultiModalRequest, Protocol):
-    """What the queue reads of vLLM's ``Request`` beyond its items' names and sizes.
+    """Fields that the queue reads of vLLM's ``Request`` beyond its items' names and sizes.
 
     Attributes:
         num_prompt_tokens: Places of items included.
@@ -54,7 +54,7 @@ class EncodeRequest(MultiModalRequest, Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepLimits:
-    """What one step of the engine may do.
+    """Bounds of one step of the engine.
 
     Attributes:
         embeddings: Encoder embeddings that it may compute.
@@ -69,8 +69,8 @@ class StepLimits:
 
 
 Outcome = Literal["starts", "full", "short", "not entitled"]
-"""Of an attempt: it starts; the step computes no more; the cache has no room; or the consumer keeps
-its share."""
+"""Result of an attempt: it starts; the step computes no more; the cache has no space; or the
+consumer has its share."""
 
 
 class KeptRoom:
@@ -95,14 +95,14 @@ class KeptRoom:
         return transfer_id in self._transfers
 
     def keep(self, transfer_id: str, consumer: str, item: Item) -> None:
-        """A transfer keeps its item's room from now on."""
+        """Begin a transfer, which holds the space of its item."""
         if not self.keeps(consumer, item):
             self._embeds[consumer] += item.num_embeds
         self._counts[consumer, item] += 1
         self._transfers[transfer_id] = (consumer, item)
 
     def give_back(self, transfer_id: str) -> Item | None:
-        """A transfer has ended; return its item, or ``None`` if none of that id is under way."""
+        """End a transfer; return its item, or ``None`` if none of that id is under way."""
         if transfer_id not in self._transfers:
             return None
         kept = self._transfers.pop(transfer_id)
@@ -113,13 +113,13 @@ class KeptRoom:
         return kept[1]
 
     def clear(self) -> None:
-        """All transfers under way have ended, and keep nothing."""
+        """Clear: all transfers under way have ended, and retain nothing."""
         self._transfers.clear()
         self._counts.clear()
         self._embeds.clear()
 
     def lost(self, item: Item) -> None:
-        """An item has no entry any more, and keeps no room; its transfers have yet to end."""
+        """Release the space of an item without an entry; its transfers have yet to end."""
         for kept in [each for each in self._counts if each[1] is item]:
             self._free(kept)
 
@@ -170,7 +170,7 @@ class _Arrival:
 
 @dataclass(slots=True)
 class _Step:
-    """What is left of a step that is about to be scheduled.
+    """Remainder of a step that is about to be scheduled.
 
     Attributes:
         together: Of what is computed together; below 0 when one request exceeds it.
@@ -213,10 +213,10 @@ class EncodeQueue:
         self._number = 0
         self._waiting: dict[str, _Arrival] = {}
         self._lines: OrderedDict[str, _Line] = OrderedDict()
-        """By consumer; the one that was seen last is the last."""
+        """Requests by consumer, in the order in which consumers were last seen."""
         self._admitted: dict[str, _Arrival] = {}
         self._started: dict[str, _Arrival] = {}
-        """Those whose prompts take more steps."""
+        """Requests whose prompts take more steps."""
         self._hopeless: set[str] = set()
 
     def arrived(self, request: EncodeRequest, consumer: str, now: float) -> None:
@@ -250,7 +250,7 @@ class EncodeQueue:
             line.requests[arrival.number] = arrival
 
     def withdraw(self, request_id: str) -> None:
-        """The request has finished, or was aborted."""
+        """End a request that has finished or was aborted."""
         self._hopeless.discard(request_id)
         self._admitted.pop(request_id, None)
         self._started.pop(request_id, None)
@@ -280,7 +280,7 @@ class EncodeQueue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request waits or takes more steps."""
+        """Return whether no request waits or takes more steps."""
         return not (self._waiting or self._started)
 
     def may_start(self, request_id: str) -> bool:
@@ -288,7 +288,7 @@ class EncodeQueue:
         return request_id not in self._waiting or request_id in self._admitted
 
     def scheduled(self, request_ids: Container[str]) -> None:
-        """The step has been scheduled; the engine may have left out some that were admitted."""
+        """Note the scheduled requests; the engine may have omitted some that were admitted."""
         for request_id, arrival in self._admitted.items():
             if request_id in request_ids:
                 self._leave(request_id)

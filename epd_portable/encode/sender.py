@@ -143,7 +143,7 @@ class Sender:
         self._post(lambda now: self._session.submit(order, ready=ready or missing, now=now))
 
     def output_ready(self, mm_hash: str, output: torch.Tensor) -> None:
-        """The encoder has queued the computation of an item, ``(num_tokens, width)``."""
+        """Send an item whose computation is queued, ``(num_tokens, width)``."""
         if not self._outputs.add(mm_hash, output):
             return
         self._inbox.append(lambda now: self._session.output_ready(mm_hash))
@@ -153,7 +153,7 @@ class Sender:
             self._control.wake()
 
     def not_encoded(self, mm_hash: str) -> None:
-        """There will be no output of an item: its transfers fail when their consumers wait."""
+        """Fail the transfers of an item that will have no output, when their consumers wait."""
         self._post(lambda now: self._session.output_ready(mm_hash))
 
     def reset(self) -> None:

@@ -53,11 +53,11 @@ class SharedEncoder:
         return len(self._waiting) + (self._current is not None) + len(self._ended)
 
     def arrived(self, request_id: str, items: Sequence[PromptItem]) -> None:
-        """A job was sent to the instance."""
+        """Add a job that was sent to the instance."""
         self._waiting[request_id] = items
 
     def withdraw(self, request_id: str) -> None:
-        """Nobody waits for a job any more."""
+        """Cancel a job that no request waits for any more."""
         self._waiting.pop(request_id, None)
         if request_id in self._ended:
             self._ended.remove(request_id)
@@ -72,7 +72,7 @@ class SharedEncoder:
             self._give_up(self._current, reason)
 
     def advance(self, *, waits: bool = True) -> None:
-        """A step is about to be scheduled: end the job whose items are there, and begin others.
+        """Prepare a step: end the job whose items are there, and begin others.
 
         Args:
             waits: Jobs wait for room. In a pause in which nothing runs no room comes back, and a

@@ -31,7 +31,7 @@ _BATCH_BYTES = 8 << 20
 """Entries are written together up to this size."""
 QUEUE_BYTES = 256 << 20
 _NICENESS = 10
-"""Of the writer's thread."""
+"""Name of the writer's thread."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ FILLED = 0.75
 
 @dataclass(frozen=True, kw_only=True)
 class HostOrders:
-    """What the worker must do with its copies in a step, in this order, before it computes.
+    """Orders for the worker's copies in a step, in this order, before it computes.
 
     Attributes:
         restored: Items whose copies become entries of the encoder cache again.
@@ -174,7 +174,7 @@ class TwoLevelCache(ItemTable):
     def free_encoder_input(
         self, request: MultiModalRequest, input_id: int, *args: Any, **kwargs: Any
     ) -> None:
-        """The request has computed past the item; its hold ends with the item's last occurrence."""
+        """Release an item that the request has computed past, with its last occurrence."""
         request_id = request.request_id
         mm_hash = request.mm_features[input_id].identifier
         inputs = self._inputs.get(request_id, set())
@@ -187,7 +187,7 @@ class TwoLevelCache(ItemTable):
             self.release(item, request_id)
 
     def free(self, request: MultiModalRequest, *args: Any, **kwargs: Any) -> None:
-        """The request ended: give up everything it holds."""
+        """Release everything that a request holds, at its end."""
         for input_id in list(self.get_cached_input_ids(request)):
             self.free_encoder_input(request, input_id)
 

@@ -1,4 +1,4 @@
-"""One engine without a server: ``python -m epd_portable.engine.core FRONT ARGUMENTS``.
+"""Engine without a server: ``python -m epd_portable.engine.core FRONT ARGUMENTS``.
 
 ``FRONT`` is a JSON list of the Unix sockets of the front's API servers
 (`epd_portable.front.server`), and ``ARGUMENTS`` are those of vLLM's server. The engine says

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FRONTS = 1000
 _WAITING_MESSAGES = 32
-"""Of one front, each at most `CHUNK_BYTES` long, before they are read."""
+"""Most messages of one front, each at most `CHUNK_BYTES` long, before they are read."""
 _NEWS_ITEMS = 4096
 """In one message."""
 _RESPONDS_WITHIN_BEATS = 30
@@ -77,7 +77,7 @@ class _Arriving:
 
 @dataclass(eq=False, slots=True)
 class _Front:
-    """One connection: of one API server of a front.
+    """Connection of one API server of a front.
 
     Attributes:
         life: Session of all messages to it: another one if it was forgotten meanwhile.

@@ -1,4 +1,4 @@
-"""One engine for fronts on other machines: ``python -m epd_portable.engine.remote JSON ARGUMENTS``.
+"""Engine for fronts on other machines: ``python -m epd_portable.engine.remote JSON ARGUMENTS``.
 
 ``JSON`` is a `Places`, and ``ARGUMENTS`` are those of vLLM's server. Fronts are told of the engine
 by whoever registers it; the engine itself serves every holder of the secret, see
@@ -43,7 +43,7 @@ _END_WITHIN_S = 5.0
 
 
 class Places(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an engine listens.
+    """Addresses at which an engine listens.
 
     Attributes:
         hub: ZMQ address for fronts.

@@ -8,7 +8,7 @@ from typing import Any
 from epd_portable.front.exchange import GracefulHTTPError
 
 Call = tuple[bool | None, str, tuple[Any, ...]]
-"""One of all engines, or of those that only encode, or of the others: its name, and arguments."""
+"""Call of all engines, of those that only encode, or of the others: its name, and arguments."""
 
 
 def calls_of_all(method: str, *args: Any) -> list[Call]:

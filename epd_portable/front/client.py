@@ -82,7 +82,7 @@ _ENDS_WITHIN_S = 5.0
 
 
 class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher says beyond vLLM's own arguments.
+    """Settings of the launcher beyond vLLM's own arguments.
 
     Attributes:
         sockets: Unix socket of each API server, for engines.

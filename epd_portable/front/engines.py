@@ -102,7 +102,7 @@ def _end_context(context: zmq.Context[Any]) -> None:
 
 
 class FrontEngine:
-    """One engine of the plan, up or not.
+    """An engine of the plan, up or not.
 
     Attributes:
         instance: Its state and what is counted of it.
@@ -134,7 +134,7 @@ class FrontEngine:
 
     @property
     def busy(self) -> Busy:
-        """Whether tokens of requests wait while it encodes."""
+        """Return whether tokens of requests wait while it encodes."""
         return "queue" if max(self.instance.responses.running, self.running) else "idle"
 
     def report(self, stats: SchedulerStats) -> None:
@@ -148,22 +148,22 @@ class FrontEngine:
 
     @property
     def name(self) -> str:
-        """Of its instance."""
+        """Return the name of its instance."""
         return self.instance.name
 
     @property
     def encodes_only(self) -> bool:
-        """Whether it answers no requests."""
+        """Return whether it serves no requests."""
         return self.instance.role == "encode"
 
     @property
     def generates(self) -> bool:
-        """Whether it generates responses."""
+        """Return whether it generates responses."""
         return DUTIES[self.instance.role] == "decode"
 
     @property
     def is_full(self) -> bool:
-        """Whether it has as many jobs as it takes."""
+        """Return whether it has as many jobs as it takes."""
         one = self.instance
         jobs = one.jobs + one.elsewhere if self.life is None else one.load
         return jobs >= self.settings.max_queued_items

@@ -116,7 +116,7 @@ class Hints:
 
 @dataclass(slots=True, eq=False)
 class FrontExchange:
-    """One HTTP request, which may be several requests to engines.
+    """An HTTP request, which may be several requests to engines.
 
     Attributes:
         nbytes: Bytes of its body so far.

@@ -68,7 +68,7 @@ LOOKUPS_OF_DOMAIN = 4
 AGAIN_AFTER_S = 0.2
 """Pause before a file is requested once more."""
 CACHE_S = 300.0
-"""How long a file is cached; its server can ask for less."""
+"""Longest time for which a file is cached; its server can set a shorter one."""
 
 _HEADERS = {
     "accept": "image/*, video/*, audio/*, */*;q=0.5",

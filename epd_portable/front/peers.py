@@ -56,7 +56,7 @@ _REASONS = {str(each): each for each in FinishReason}
 
 
 class Peer:
-    """One life of a connection to a hub.
+    """Connection to a hub, from its start to its end.
 
     Args:
         name: Of the engine that is expected there.

@@ -32,7 +32,7 @@ SUFFIX = "-prefill"
 
 @dataclass(eq=False, slots=True)
 class PrefillJob(OpenRequest):
-    """One prefill job, as a request to its engine.
+    """Prefill job, as a request to its engine.
 
     Attributes:
         params: Place of the KV, from the engine's output.

@@ -67,7 +67,7 @@ class FullError(GracefulHTTPError):
 
 @dataclass(frozen=True, slots=True)
 class FrontItem:
-    """One item of a request, as decisions see it; `feature` is vLLM's."""
+    """Item of a request, as decisions see it; `feature` is vLLM's."""
 
     feature: Any
 
@@ -78,12 +78,12 @@ class FrontItem:
 
     @property
     def modality(self) -> Any:
-        """What it is to the model."""
+        """Modality of the item."""
         return self.feature.modality
 
     @property
     def pixels(self) -> int:
-        """Its size as the processor made it, estimated: tokens where that is not here."""
+        """Size as the processor made it, estimated: tokens where that is unknown here."""
         fields = self.feature.data
         if fields is None:
             return int(self.feature.mm_position.length)
@@ -98,7 +98,7 @@ class FrontItem:
 
     @property
     def is_part(self) -> bool:
-        """Whether it is a part of a video."""
+        """Return whether it is a part of a video."""
         return self.modality == "video" and is_part(self.item_uuid)
 
 
@@ -117,7 +117,7 @@ class PrefilledKv:
 
 @dataclass(eq=False)
 class OpenRequest:
-    """One open request.
+    """An open request.
 
     Attributes:
         core: As vLLM made it, with all media; videos may be divided.
@@ -166,7 +166,7 @@ class OpenRequest:
 
     @functools.cached_property
     def items(self) -> list[FrontItem]:
-        """Its distinct items that engines may bring, in their order."""
+        """Return its distinct items that engines may deliver, in their order."""
         if self.core.sampling_params is None:
             return []
         found: dict[str, FrontItem] = {}
@@ -331,7 +331,7 @@ class EngineChoices:
 
     @property
     def explains(self) -> bool:
-        """Whether decisions are recorded."""
+        """Return whether decisions are recorded."""
         return self.one.exchange.explanation is not None or logger.isEnabledFor(logging.DEBUG)
 
     def _nearest(self, duty: Stage, exclude: Collection[str] = ()) -> Instance | None:

@@ -1,1 +1,1 @@
-"""What a prefill+decode engine knows of its items: cache space, slots, transfers, requests."""
+"""Items of a prefill+decode engine: cache space, slots, transfers, requests."""

@@ -230,12 +230,12 @@ class PrefillEncoderCache(ItemTable):
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nothing has changed since `serve` and `take_touched`."""
+        """Return whether nothing has changed since `serve` and `take_touched`."""
         return self._served_version == self.version and not self.touched
 
     @property
     def slot_returns(self) -> bool:
-        """Whether a slot will be free when workers have forgotten its item or its writer."""
+        """Return whether a slot will be free when workers have forgotten its item or its writer."""
         resident = self.pool.resident
         return bool(self.pool.retiring) or any(mm_hash in resident for mm_hash in self._freed)
 

@@ -1,4 +1,4 @@
-"""What an instance counts, in Prometheus form; each is listed in ``docs/metrics.md``.
+"""Metrics of an instance, in Prometheus form; each is listed in ``docs/metrics.md``.
 
 `epd_portable.vllm_plugin.exposition` brings it to the page that the instance serves.
 """
@@ -24,7 +24,7 @@ cache. ``unavailable``: an item was not delivered in time, and the instance cann
 
 
 class SenderMetrics(Instruments):
-    """Of the worker's process.
+    """Metrics of the worker's process.
 
     Attributes:
         transfers: By ``source``: ``encoder``, if the output is computed now; ``cache``, if the
@@ -61,7 +61,7 @@ class SenderMetrics(Instruments):
 
 
 class ConsumerMetrics(Instruments):
-    """Of the scheduler's process. Not for several threads."""
+    """Metrics of the scheduler's process. Not for several threads."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         super().__init__(registry)
@@ -125,7 +125,7 @@ class ConsumerMetrics(Instruments):
         )
 
     def request_ended(self, items: Iterable[ItemOutcome], expected: Mapping[str, object]) -> None:
-        """A request ended, well or not.
+        """Count a request that ended, well or not.
 
         Args:
             items: Where its items came from.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeOrder:
-    """One item to encode.
+    """An item to encode.
 
     Attributes:
         mm_hash: Key in the encoder cache.
@@ -33,7 +33,7 @@ class EncodeOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """One item to place in this step.
+    """An item to place in this step.
 
     Attributes:
         mm_hash: Key in the encoder cache.
@@ -50,7 +50,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOrders:
-    """What the workers of a PD instance do in one step.
+    """Work of a PD instance's workers in one step.
 
     Attributes:
         placements: Items that have arrived.

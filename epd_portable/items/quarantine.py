@@ -43,7 +43,7 @@ class _Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Writer:
-    """One attempt of a producer, by its ZMQ identity, at a transfer; it is granted one slot."""
+    """Attempt of a producer, by its ZMQ identity, at a transfer; it is granted one slot."""
 
     transfer_id: str
     sender: bytes

@@ -96,7 +96,7 @@ class ItemShell:
         self.orders = OrderBook(self.cache, copies=traits.needs_device_copy)
         self.requested: list[str] = []
         self._deadlines: deque[tuple[float, str]] = deque()
-        """Of requests, with their ids; those that have ended go in time."""
+        """Outcomes of requests, by id; those of ended requests are removed in time."""
         self.lock = threading.RLock()
         self.thread: threading.Thread | None = None
         self._closing = False

@@ -22,11 +22,11 @@ class SlotState(enum.Enum):
     """Use of a slot; one that is free does not exist."""
 
     RESERVED = enum.auto()
-    """Of an item that no encoder may write yet."""
+    """Slot of an item that no encoder may write yet."""
     LEASED = enum.auto()
     """An encoder may write it."""
     QUARANTINED = enum.auto()
-    """Its grant failed, and the encoder may still write it."""
+    """Slot whose grant failed, and that the encoder may still write."""
     RESIDENT = enum.auto()
     """Written; workers may read it."""
     RETIRING = enum.auto()

@@ -67,7 +67,7 @@ UNDER_WAY = (State.GRANTED, State.ENCODING)
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """One encoder output, by the engine's name for it.
+    """Encoder output, by the engine's name for it.
 
     Attributes:
         num_embeds: Space that it takes in the encoder cache.
@@ -94,18 +94,18 @@ class Item:
 
     @property
     def is_here(self) -> bool:
-        """Whether a step may compute with it: it is an entry of the encoder cache."""
+        """Return whether a step may compute with it: it is an entry of the encoder cache."""
         return self.state is State.PRESENT or self.state is State.LANDED
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is an entry that may be evicted."""
+        """Return whether it is an entry that may be evicted."""
         return self.is_here and not self.holders
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptItem:
-    """One place of an item in a prompt.
+    """Place of an item in a prompt.
 
     Attributes:
         input_id: Index in the request's ``mm_features``.
@@ -132,7 +132,7 @@ class PromptItem:
 
 @dataclass(slots=True, eq=False)
 class ItemRequest:
-    """One request with items, in a prefill+decode engine.
+    """Request with items, in a prefill+decode engine.
 
     Attributes:
         number: Its place in the order of arrival.
@@ -168,14 +168,14 @@ class ItemRequest:
     outcomes: dict[str, ItemOutcome] = field(default_factory=dict)
     mm_inputs_done: int = 0
     _reach: list[int] = field(default_factory=list)
-    """One past the last token of each item and of those before it."""
+    """Index past the last token of each item and of those before it."""
 
     def __post_init__(self) -> None:
         self._reach = list(accumulate((item.end for item in self.items), max))
 
     @property
     def is_pending(self) -> bool:
-        """Whether one of its claims is pending."""
+        """Return whether one of its claims is pending."""
         return any(claim.is_pending for claim in self.claims.values())
 
     @property
@@ -200,7 +200,7 @@ COMPUTED = 1 << 30
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """One request's claim on one item.
+    """Claim of a request on one item.
 
     Attributes:
         inputs: The item's places in the prompt, by index among the request's items.
@@ -216,22 +216,22 @@ class Claim:
 
     @property
     def metadata_only(self) -> bool:
-        """Whether the request cannot encode the item here."""
+        """Return whether the request cannot encode the item here."""
         return self.item.mm_hash in self.request.metadata_only
 
     @property
     def is_served(self) -> bool:
-        """Whether the request holds the item."""
+        """Return whether the request holds the item."""
         return self.request.request_id in self.item.holders
 
     @property
     def is_pending(self) -> bool:
-        """Whether the request does not hold the item, and needs it next or later."""
+        """Return whether the request does not hold the item, and needs it next or later."""
         return self.place != COMPUTED and self.item.pending.get(self.request.request_id) is self
 
     @property
     def by_transfer(self) -> bool:
-        """Whether another engine may bring the item to this request, if it is not here.
+        """Return whether another engine may deliver the item to this request, if it is not here.
 
         The transfer of a pending request that has no other way to the item serves others only if it
         serves that request: the item may be evicted before its turn.

@@ -67,7 +67,7 @@ announced it after a slot was granted to one."""
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One transfer to this engine.
+    """A transfer to this engine.
 
     Attributes:
         owners: Requests whose own transfer it is.
@@ -154,12 +154,12 @@ class TransferFailed:
 
 @dataclass(frozen=True, slots=True)
 class EncoderRefused:
-    """One encoder cannot deliver an item; its transfer goes on, for another encoder."""
+    """Refusal of an encoder to deliver an item; its transfer continues, for another encoder."""
 
     transfer: Transfer
     nack: Nack
     wanted: bool
-    """Whether a request needs the transfer: another encoder is to be requested."""
+    """Need of a request for the transfer: another encoder is to be requested."""
 
 
 Action = Send | Fence | Landed | TransferFailed | EncoderRefused
@@ -212,13 +212,13 @@ class Transfers:
         self._now = 0.0
         self._transfers: dict[str, Transfer] = {}
         self._announced: set[Transfer] = set()
-        """Those with a writer."""
+        """Transfers with a writer."""
         self._granted: set[Transfer] = set()
-        """Of these, those with a grant."""
+        """Transfers with a writer that have a grant."""
         self._unanswered: dict[Transfer, None] = {}
         """Announced since the last actions were taken."""
         self._next_due_s = math.inf
-        """No transfer is due before."""
+        """Time before which no transfer is due."""
         self._early: OrderedDict[str, _Early] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._quarantine = Quarantine(endpoint.is_gone, ask_every_s=lease_s)
@@ -352,7 +352,7 @@ class Transfers:
 
     @property
     def has_actions(self) -> bool:
-        """Whether `take_actions` would return any."""
+        """Return whether `take_actions` would return any."""
         return bool(self._actions or self._unanswered)
 
     def take_actions(self) -> list[Action]:

@@ -14,7 +14,7 @@ Event = Literal[_AtStart, _OfProcesses, "stopping", "draining", "left", "stopped
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One event: text for people, and fields for programs besides the text."""
+    """An event: text for people, and fields for programs."""
 
     event: Event
     text: str

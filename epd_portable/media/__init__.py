@@ -1,1 +1,1 @@
-"""What media files would be when decoded, from their headers, and the limits on it. Pure."""
+"""Sizes of media files when decoded, from their headers, and the limits on them. Pure."""

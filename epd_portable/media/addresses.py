@@ -25,7 +25,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 MAX_URL_CHARS = 4096
 MAX_HOST_CHARS = 253
 PORTS = {"http": 80, "https": 443}
-"""What is meant without a port, and the only ones that an entry without a port allows."""
+"""Default port of each scheme, and the only port that an entry without a port allows."""
 _MAX_SHOWN_CHARS = 120
 
 
@@ -40,8 +40,8 @@ _NEVER = _table(
     2002:a9fe::/32
     """
 )
-"""No machine, groups of them, those of one link (of 6to4, too), and where clouds keep a machine's
-secrets: no setting opens these."""
+"""Networks that no setting opens: unspecified, multicast, link-local (also in 6to4), broadcast, and
+metadata services of clouds."""
 _NOT_PUBLIC_4 = _table(
     """
     10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 172.16.0.0/12 192.0.0.0/24 192.0.2.0/24 192.88.99.0/24
@@ -52,7 +52,7 @@ _PUBLIC_6 = ipaddress.IPv6Network("2000::/3")
 _NOT_PUBLIC_6 = _table("2001::/23 2001:db8::/32 2002::/16 3fff::/20")
 """Teredo is in the first, 6to4 the third: another address is in those."""
 _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
-"""What a network without IPv4 makes of every IPv4 address (NAT64)."""
+"""Prefixes by which a network without IPv4 translates IPv4 addresses (NAT64)."""
 _ISATAP = frozenset({0x00005EFE, 0x02005EFE})
 """Third quarter of addresses that have an IPv4 address as the fourth."""
 
@@ -87,7 +87,7 @@ def in_url(host: str) -> str:
 
 
 class WebTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """What a URL asks for; equal ones are the same.
+    """Target of a URL; equal targets are the same.
 
     Attributes:
         scheme: ``http`` or ``https``.
@@ -267,7 +267,7 @@ class Domains:
 
 
 class AddressPolicy:
-    """Which addresses may be connected to: public ones, and those that are named.
+    """Addresses that may be connected to: public ones, and the configured ones.
 
     Args:
         networks: Others, as ``10.1.0.0/16``.

@@ -19,7 +19,7 @@ Modality = Literal["image", "video", "audio"]
 FRAMES_PER_S = 60
 """Films may have so many frames for each second that they may play."""
 TILE_PIXELS = 448 * 448
-"""Of one tile, where a request says into how many a picture is cut."""
+"""Pixels of a tile, where a request sets the number of tiles of an image."""
 MAX_SETTINGS_BYTES = 64 * 1024
 
 _EDGES = frozenset({"size", "crop_size", "height", "width"})
@@ -32,15 +32,15 @@ _TILES = frozenset(
 
 
 class RequestItem(Protocol):
-    """One picture, video or clip of a request, as far as is decided by it."""
+    """An image, video or clip of a request, as far as decisions need it."""
 
     @property
     def item_uuid(self) -> str:
-        """Its name by content."""
+        """Return its name by content."""
 
     @property
     def modality(self) -> Modality:
-        """What it is to the model."""
+        """Return its modality."""
 
     @property
     def pixels(self) -> int:
@@ -49,7 +49,7 @@ class RequestItem(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaLimits:
-    """What media may become when they are decoded.
+    """Limits of decoded media.
 
     Attributes:
         max_items: Images, videos and audio clips of one request.

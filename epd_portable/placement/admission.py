@@ -39,7 +39,7 @@ LONGEST_RETRY_S = 60
 
 Kind = Literal["requests", "items", "bytes"]
 Reason = Literal["full", "timeout"]
-"""Why a request is refused: no place to wait, or no turn in time."""
+"""Reason of a refusal: no place to wait, or no turn in time."""
 
 _KINDS: tuple[Kind, ...] = ("requests", "items", "bytes")
 _OF_INSTANCES: tuple[tuple[Stage, Kind], ...] = (("encode", "items"), ("decode", "requests"))
@@ -50,7 +50,7 @@ Where = Literal["new", "waiting", "admitted", "left"]
 
 
 class QueuedRequest:
-    """One request that waits or is admitted.
+    """A request that waits or is admitted.
 
     Args:
         amounts: Amounts that it takes of each limit.
@@ -103,7 +103,7 @@ class AdmissionQueue:
         self._served: dict[bytes, float] = {}
         """Parts of limits that each key got, while any request waits."""
         self._level = 0.0
-        """Of the key that was served last: no key that begins to wait has less."""
+        """Share of the key that was served last: no key that begins to wait has less."""
 
     def enter(self, request: QueuedRequest) -> None:
         """Add a new request: admitted at once, or waiting for `admit`."""
@@ -243,7 +243,7 @@ class AdmissionQueue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Bound:
-    """One limit that is set.
+    """A limit that is set.
 
     Attributes:
         duty: The limit is for each usable instance of this duty; ``None`` for all together.

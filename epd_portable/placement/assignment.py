@@ -55,7 +55,7 @@ that a failing topology does not get twice the work."""
 
 
 class RetryBudget:
-    """How often something may be sent again."""
+    """Most retries of an item or request."""
 
     def __init__(self) -> None:
         self._requests = RETRIES_AT_ONCE * REQUESTS_PER_RETRY
@@ -74,7 +74,7 @@ class RetryBudget:
 
 @dataclass(frozen=True, slots=True)
 class ElasticEncoding:
-    """When the prefill+decode instance encodes by choice.
+    """Conditions for local encoding by choice.
 
     Attributes:
         busy: Whether it computes for others.

@@ -94,7 +94,7 @@ class Health:
 
     @property
     def usable(self) -> bool:
-        """Whether the instance may get requests of clients."""
+        """Return whether the instance may get requests of clients."""
         return self.healthy and not self.draining
 
     async def wait_up(self) -> None:
@@ -263,7 +263,7 @@ class Backlog:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing needs the instance."""
+        """Return whether nothing needs the instance."""
         return not self._uses
 
     async def wait_idle(self) -> None:
@@ -348,7 +348,7 @@ class Backlog:
 
 
 class Instance(Backlog):
-    """One instance, with its backlog; a `Candidate` of `epd_portable.placement.profiles`.
+    """An instance, with its backlog; a `Candidate` of `epd_portable.placement.profiles`.
 
     Attributes:
         labels: Labels of the settings, and the role as ``llm-d.ai/role``.

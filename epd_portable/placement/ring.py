@@ -12,14 +12,14 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 LOAD_BOUND = 1.25
-"""No instance takes more than this multiple of its share of the load."""
+"""Largest multiple of its share of the load that an instance takes."""
 PROBES = 21
 """Places on the circle from which a key looks for an instance."""
 _MASK = (1 << 64) - 1
 
 
 class Member(Protocol):
-    """Who can be chosen."""
+    """Candidate of a choice."""
 
     @property
     def name(self) -> str:
@@ -27,7 +27,7 @@ class Member(Protocol):
 
     @property
     def weight(self) -> float:
-        """How much it does of what the others do; positive."""
+        """Share of the load relative to other candidates; positive."""
 
     @property
     def load(self) -> int:

@@ -1,4 +1,4 @@
-"""What differs between NVIDIA, Ascend and a plain CPU, and nothing else.
+"""Differences between NVIDIA, Ascend and a plain CPU, and nothing else.
 
 ``registry`` finds a platform, ``base.Platform`` is the contract, ``traits`` holds the facts that a
 plan needs on a machine without torch.

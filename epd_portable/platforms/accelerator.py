@@ -1,4 +1,4 @@
-"""What NVIDIA and Ascend have in common: torch's device interface under two names."""
+"""Common parts of NVIDIA and Ascend: torch's device interface under two names."""
 
 from __future__ import annotations
 

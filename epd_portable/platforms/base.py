@@ -24,7 +24,7 @@ _FIRST_POLL_S, _LONGEST_POLL_S = 20e-6, 1e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Availability:
-    """Whether a platform can be used in this process.
+    """Usability of a platform in this process.
 
     Attributes:
         ok: Its runtime loads and sees at least one device.
@@ -84,7 +84,7 @@ class DeviceEvent(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the event has passed; does not block.
+        """Return whether the event has passed; does not block.
 
         Raises:
             PlatformError: The work before it failed.
@@ -120,7 +120,7 @@ class DeviceEvent(ABC):
 
 
 class Platform(ABC):
-    """One kind of device, its memory and its collectives.
+    """A kind of device, its memory and its collectives.
 
     Callers ask for a capability, never for a vendor. Device indexes count the devices that this
     process may see, from 0. Every method but `availability` may raise `PlatformUnavailableError`
@@ -164,7 +164,7 @@ class Platform(ABC):
 
     @abstractmethod
     def supports_dtype(self, dtype: torch.dtype) -> bool:
-        """Whether encoder outputs of this dtype can be stored and computed with."""
+        """Return whether encoder outputs of this dtype can be stored and computed with."""
 
     @abstractmethod
     def memory_info(self, index: int) -> MemoryInfo:

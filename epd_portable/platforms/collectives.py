@@ -41,7 +41,7 @@ _BACKLOG = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """Where the two ranks of one group meet.
+    """Address at which the two ranks of one group connect.
 
     Attributes:
         host: Address of a `RendezvousHost`.
@@ -113,7 +113,7 @@ class Deadline:
         return timedelta(milliseconds=max(1, math.ceil(self.remaining_s() * 1000)))
 
     def passed(self) -> bool:
-        """Whether no time is left."""
+        """Return whether no time is left."""
         return time.monotonic() >= self._end_s
 
 

@@ -45,7 +45,7 @@ class CpuPlatform(Platform):
     traits = TRAITS["cpu"]
 
     def availability(self) -> Availability:
-        """Always available where torch is."""
+        """Return that the platform is available wherever torch is."""
         return Availability(ok=True, reason=f"torch {torch.__version__}")
 
     def device_count(self) -> int:
@@ -63,7 +63,7 @@ class CpuPlatform(Platform):
         self.device(index)
 
     def supports_dtype(self, dtype: torch.dtype) -> bool:
-        """Whether vLLM's CPU kernels take it."""
+        """Return whether vLLM's CPU kernels take it."""
         return dtype in _DTYPES
 
     def memory_info(self, index: int) -> MemoryInfo:

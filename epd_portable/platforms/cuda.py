@@ -51,7 +51,7 @@ class CudaPlatform(AcceleratorPlatform):
         return Availability(ok=True, reason=f"CUDA {torch.version.cuda}, {count} devices")
 
     def supports_dtype(self, dtype: torch.dtype) -> bool:
-        """Whether devices of this kind compute in it natively."""
+        """Return whether devices of this kind compute in it natively."""
         self.device(0)
         if dtype == torch.bfloat16:
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))

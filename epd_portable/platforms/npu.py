@@ -75,7 +75,7 @@ class NpuPlatform(AcceleratorPlatform):
         return Availability(ok=True, reason=f"torch_npu {torch_npu.__version__}, {count} devices")
 
     def supports_dtype(self, dtype: torch.dtype) -> bool:
-        """Whether devices of this kind compute in it; the 310P knows float16 only."""
+        """Return whether devices of this kind compute in it; the 310P supports only float16."""
         self.device(0)
         if "310P" in self._runtime.get_device_name():
             return dtype == torch.float16

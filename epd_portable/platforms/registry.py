@@ -1,4 +1,4 @@
-"""Which platforms there are, and which of them can be used here."""
+"""Table of platforms, and of those that can be used here."""
 
 from __future__ import annotations
 

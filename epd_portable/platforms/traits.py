@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlatformTraits:
-    """What is known of a platform before anything is installed.
+    """Facts about a platform that are known before anything is installed.
 
     Attributes:
         name: Name in configurations and on the command line.

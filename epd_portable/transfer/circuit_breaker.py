@@ -48,7 +48,7 @@ class CircuitBreaker:
 
     @property
     def state(self) -> BreakerState:
-        """Its state."""
+        """Return its state."""
         with self._lock:
             if not self._is_open:
                 return "closed"

@@ -78,7 +78,7 @@ class QueuedCopy:
 
 
 class DeviceCopies:
-    """One worker's device, as paths use it; for threads whose current device it is."""
+    """Device of a worker, as paths use it; for threads whose current device it is."""
 
     def __init__(self, platform: Platform, index: int = 0, clock: Clock = time.monotonic) -> None:
         self.platform = platform

@@ -1,4 +1,4 @@
-"""Which cores the threads of a process may run on, and which share of a device it may take."""
+"""Cores of a process's threads, and its share of a device."""
 
 from __future__ import annotations
 

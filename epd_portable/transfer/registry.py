@@ -1,4 +1,4 @@
-"""Which transfer paths there are, and which one a pair of instances takes.
+"""Table of transfer paths, and the choice of one for a pair of instances.
 
 A choice names every better path that was refused, with its reason. A path that was asked for is
 taken or refused; no other is taken in its place.
@@ -37,7 +37,7 @@ STORE = "store"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PathEntry:
-    """One transfer path, and what it can do, known without loading it.
+    """A transfer path and its capabilities, known without loading it.
 
     Attributes:
         name: In configuration, messages and metrics.
@@ -71,12 +71,12 @@ class PathEntry:
 
     @property
     def devices_only(self) -> bool:
-        """Whether both ends must have device memory, because one opens that of the other."""
+        """Return whether both ends must have device memory, because one opens that of the other."""
         return self.same_host and self.device_memory
 
     @property
     def one_sided(self) -> bool:
-        """Whether the consumer's workers take no part in the transfer."""
+        """Return whether the consumer's workers take no part in the transfer."""
         return self.same_host or not self.device_memory
 
 
@@ -311,7 +311,7 @@ def _reason_against(path: PathEntry, producer: PeerDescriptor, consumer: PeerDes
 
 
 def _problem(path: PathEntry, platform: str) -> str:
-    """Why a platform does not have a path."""
+    """Return the reason for which a platform does not have a path."""
     if platform not in TRAITS:
         return f"{platform!r} is no platform that this version knows"
     if path.devices_only and not TRAITS[platform].needs_device_copy:
@@ -325,7 +325,7 @@ def _problem_between(
     consumer: str,
     names: tuple[str, str] = ("the encode side", "the other"),
 ) -> str:
-    """Why a path does not connect two platforms."""
+    """Return the reason for which a path does not connect two platforms."""
     if problem := _problem(path, producer) or _problem(path, consumer):
         return problem
     if path.device_memory and producer != consumer:
@@ -334,21 +334,21 @@ def _problem_between(
 
 
 def missing(path: PathEntry) -> str:
-    """Why this environment does not have a path."""
+    """Return the reason for which this environment does not have a path."""
     if path.library and importlib.util.find_spec(path.library) is None:
         return f"{path.library} is not installed: install epd-portable[{path.extra}]"
     return ""
 
 
 def _reserved(path: PathEntry, platform: str) -> str:
-    """Why a platform offers a path only when it is asked for."""
+    """Return the reason for which a platform offers a path only by configuration."""
     if not path.one_sided and not TRAITS[platform].needs_device_copy:
         return f"on {platform} only when asked for: without device memory tcp does, and encrypts"
     return ""
 
 
 def _copies(path: PathEntry, producer: str, consumer: str) -> str:
-    """Where the bytes pass through the host."""
+    """Return the place at which bytes pass through the host."""
     ends = {
         word: TRAITS[platform].needs_device_copy
         for word, platform in (("from", producer), ("to", consumer))

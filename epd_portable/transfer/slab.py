@@ -98,5 +98,5 @@ class OpenedSlab(Slab):
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process that has the slab has certainly ended."""
+        """Return whether the process that has the slab has certainly ended."""
         return process_is_gone(self._session)

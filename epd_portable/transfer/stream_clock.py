@@ -1,4 +1,4 @@
-"""When a device comes to points of its work, which is later than the work was queued."""
+"""Progress of a device: points of its work are reached later than the work was queued."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class StreamClock:
 
 
 class StepProgress:
-    """What the engine takes in of an encode worker: transfers that ended, steps that are computed.
+    """Report of an encode worker to the engine: transfers that ended, steps that are computed.
 
     For several threads.
     """
@@ -111,13 +111,13 @@ class StepProgress:
         self._changed = threading.Condition()
 
     def transfer_ended(self, transfer_id: str) -> None:
-        """A transfer has ended, well or not."""
+        """Note that a transfer has ended, well or not."""
         with self._changed:
             self._ended.add(transfer_id)
             self._changed.notify_all()
 
     def step_queued(self, step: int) -> None:
-        """All work of a step has been queued; blocks while too many are not computed.
+        """Note that all work of a step is queued; blocks while too many steps are not computed.
 
         Args:
             step: Its number; they grow by one, from 1.

@@ -39,7 +39,7 @@ _LOOK_EVERY_S = 0.05
 
 
 class Publication(msgspec.Struct, frozen=True):
-    """What rank 0 has opened; ``slab`` is the address of its device memory, empty without any."""
+    """Resources that rank 0 has opened; ``slab`` is the address of its device memory, or empty."""
 
     session: str
     slab: str
@@ -72,7 +72,7 @@ def read_publication(pool: str) -> Publication:
 
 
 class WorkerEndpoint:
-    """One worker's way to the slots of its instance; rank 0 receives for all.
+    """Access of a worker to the slots of its instance; rank 0 receives for all.
 
     Raises:
         CapacityError: The device has no room for the slab, or ``/dev/shm`` for a small file.

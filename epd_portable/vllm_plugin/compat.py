@@ -34,7 +34,7 @@ OLDEST: Version = (0, 23)
 NEWEST: Version = (0, 33)
 
 OUR_MODULES = "epd_portable.vllm_plugin."
-"""Of the scheduler class that an engine must be started with."""
+"""Prefix of the scheduler class that an engine must be started with."""
 
 # The first version of each ability:
 CARRIES_PARAMS: Version = (0, 26)
@@ -58,17 +58,17 @@ FAILS_UNAVAILABLE: Version = (0, 30)
 STARTS_SAVES: Version = (0, 30)
 """The second model runner calls ``start_save_caches``."""
 HAS_METADATA: Version = (0, 31)
-"""It knows the fields of an item without its media, and takes them as plain JSON."""
+"""The engine knows the fields of an item without its media, and takes them as plain JSON."""
 MEASURES_WIDTHS: Version = (0, 32)
 """The engine of an encode instance measures the width of its outputs."""
 HAS_LAUNCHERS: Version = (0, 29)
 """The start of its server is in ``entrypoints.launchers``, and errors can name their status."""
 SHARES_STARTUP: Version = (0, 33)
-"""How its commands start is in ``entrypoints.common``; before, with its server."""
+"""The start of its commands is in ``entrypoints.common``; before, with its server."""
 
 DUMMY_SIDE = 224
 DUMMY_FRAMES = 4
-"""Of the items that it measures with: pixels of a side, and pictures of a video."""
+"""Sizes of the items that vLLM measures with: pixels of a side, and images of a video."""
 
 
 @cache

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Ended = tuple[set[str] | None, set[str] | None]
-"""What vLLM's connectors report of a step: ``finished_sending``, ``finished_recving``."""
+"""Report of vLLM's connectors on a step: ``finished_sending``, ``finished_recving``."""
 
 _REST_S = 0.005
 """vLLM steps every millisecond while a request waits; a new one waits no longer than this."""
@@ -126,7 +126,7 @@ class EPDConnector(ECConnectorBase):
     def update_state_after_alloc(
         self, request: Request, index: int, *args: Any, **kwargs: Any
     ) -> None:
-        """An item is encoded on this instance."""
+        """Note that an item is encoded on this instance."""
 
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
@@ -137,12 +137,12 @@ class EPDConnector(ECConnectorBase):
     def start_load_caches(
         self, encoder_cache: dict[str, torch.Tensor], *args: Any, **kwargs: Any
     ) -> None:
-        """The step of a PD instance begins."""
+        """Begin a step of a PD instance."""
 
     def save_caches(
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, *args: Any, **kwargs: Any
     ) -> None:
-        """An encoder output was computed."""
+        """Note that an encoder output was computed."""
 
 
 class SchedulerConnector(EPDConnector):
@@ -154,7 +154,7 @@ class SchedulerConnector(EPDConnector):
 
     @abstractmethod
     def request_arrived(self, request: Request) -> None:
-        """A request was added to the scheduler."""
+        """Note that a request was added to the scheduler."""
 
 
 class EncodeScheduler(SchedulerConnector):
@@ -501,7 +501,7 @@ class EncodeWorker(WorkerConnector):
     _copies: HostCopies | None = None
     _queued_step = 0
     _room_bytes = 0
-    """Of the encoder cache, until the scheduler knows."""
+    """Size of the encoder cache; 0 once the scheduler knows it."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: ECConnectorRole, *args: Any, **kwargs: Any
@@ -571,7 +571,7 @@ class EncodeWorker(WorkerConnector):
     def start_save_caches(
         self, *args: Any, encoder_cache: dict[str, torch.Tensor] | None = None, **kwargs: Any
     ) -> None:
-        """A step begins (0.30 and later)."""
+        """Begin a step (0.30 and later)."""
         if self._by_hooks:
             assert encoder_cache is not None, "vLLM gives it in all versions that call this"
             self.begin_step(self._step_metadata(), encoder_cache)

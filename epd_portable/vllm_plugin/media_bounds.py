@@ -60,7 +60,7 @@ _UNREADABLE = (
     *(SyntaxError, EOFError, LookupError, ArithmeticError, TypeError, AttributeError),
     *(AssertionError, OSError, struct.error, zlib.error, cv2.error),
 )
-"""What decoders raise for a broken file, in addition to `ValueError`."""
+"""Exceptions that decoders raise for a broken file, in addition to `ValueError`."""
 
 
 class MediaRefusedError(ValueError):
@@ -252,7 +252,7 @@ class _Bounded(MediaConnector):
 
 
 class _BoundedIO(MediaIO[Any]):
-    """One of vLLM's media loaders, within a budget; runs in vLLM's threads."""
+    """A media loader of vLLM, within a budget; runs in vLLM's threads."""
 
     def __init__(self, inner: Any, limits: MediaLimits, budget: RequestBudget) -> None:
         self._inner = inner

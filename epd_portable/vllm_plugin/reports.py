@@ -1,4 +1,4 @@
-"""What scheduler and workers tell each other of a step, as vLLM carries it.
+"""Messages between scheduler and workers about a step, as vLLM carries them.
 
 vLLM's ``ECConnectorOutput`` has two sets of names in all versions (0.26 to 0.33).
 ``finished_sending`` holds the transfers that have ended. ``finished_recving`` is free, because the
@@ -20,10 +20,10 @@ from epd_portable.encode.two_levels import HostOrders
 from epd_portable.items.placer import WorkerOrders
 
 Kind = Literal["room", "computed", "copy lost", "missing", "encoded", "not encoded"]
-"""Of an encode instance: the bytes that its encoder cache may fill, once; the last step that its
-device has computed; and what is not there that its scheduler counts on, see
-`TwoLevelCache.take_report`. Of a PD instance: items that were encoded beside what a step itself
-encodes, or could not be; both where ranks differ, whose reports vLLM joins."""
+"""Kinds of reports. Of an encode instance: the bytes that its encoder cache may fill, once; the
+last step that its device has computed; and missing copies that its scheduler counts on, see
+`TwoLevelCache.take_report`. Of a PD instance: items that were encoded in addition to those of a
+step, or could not be; both where ranks differ, whose reports vLLM joins."""
 
 
 def to_names(report: Mapping[Kind, Iterable[str]]) -> set[str]:
@@ -61,7 +61,7 @@ class ItemMedia:
 
 @dataclass
 class StepMetadata(ECConnectorMetadata):
-    """What the scheduler half sends to the worker half with each step.
+    """Message of the scheduler half to the worker half with each step.
 
     Attributes:
         orders: Transfers to others: on an encode instance their items got room in this step,

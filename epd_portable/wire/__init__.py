@@ -1,4 +1,4 @@
-"""What crosses process borders: descriptors, messages, request parameters and their encoding.
+"""Data that crosses process borders: descriptors, messages, request parameters, encoding.
 
 Pure data: no torch, no sockets.
 """

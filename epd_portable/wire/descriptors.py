@@ -15,7 +15,7 @@ Name = Annotated[str, Meta(max_length=512, pattern="^[^\ud800-\udfff]*$")]
 hold, could not be sent on in UTF-8."""
 MAX_ADDRESS = 4096
 PathAddress = Annotated[str, Meta(max_length=MAX_ADDRESS)]
-"""Of a receiving end, in the form of its path; that of device memory holds its handle."""
+"""Address of a receiving end, in the form of its path; that of device memory holds its handle."""
 MAX_PATHS = 16
 MAX_DIMS = 8
 
@@ -70,7 +70,7 @@ class SlotDescriptor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PathEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One transfer path as one end offers it.
+    """A transfer path as one end offers it.
 
     Attributes:
         path: For example ``shm``.
@@ -82,7 +82,7 @@ class PathEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerDescriptor(msgspec.Struct, frozen=True, kw_only=True):
-    """One end of transfers.
+    """An end of transfers.
 
     Attributes:
         instance: For example ``encode-0``.

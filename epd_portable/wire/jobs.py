@@ -36,7 +36,7 @@ from epd_portable.wire.params import MAX_TRANSFERS, CacheNews, EncodeTransfer, E
 
 JOBS_VERSION = 2
 CHUNK_BYTES = 1 << 20
-"""Of a job's bytes in one message. Longer messages are refused."""
+"""Most bytes of a job in one message. Longer messages are refused."""
 ALIGNMENT = 64
 """Bytes; the beginning of each tensor is a multiple."""
 BEAT_S = 1.0
@@ -47,7 +47,7 @@ MISSED_BEATS = 5
 MAX_TENSORS = 8192
 MAX_FIELDS = 64
 MAX_TOKENS = 1 << 22
-"""Of a prompt."""
+"""Most tokens of a prompt."""
 JOB_DTYPES = DTYPE_BYTES | dict.fromkeys(("uint8", "int8", "bool"), 1) | {
     "int16": 2, "int32": 4, "int64": 8
 }  # fmt: skip
@@ -65,7 +65,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat", tag_field="kin
 
 
 class JobTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One tensor, contiguous.
+    """A tensor, contiguous.
 
     Attributes:
         dtype: A key of `JOB_DTYPES`.
@@ -100,7 +100,7 @@ class JobLora(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One item of a prompt.
+    """An item of a prompt.
 
     Attributes:
         item: Name of the item in encoder caches.

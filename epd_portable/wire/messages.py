@@ -43,7 +43,7 @@ MAX_LEASE_S = 24 * 3600.0
 
 
 class NackCode(enum.StrEnum):
-    """Why an attempt at a transfer is refused for good."""
+    """Reason for which an attempt at a transfer is refused permanently."""
 
     INCOMPATIBLE = "incompatible"
     """Another model, dtype or processor setting at the other end."""
@@ -52,7 +52,7 @@ class NackCode(enum.StrEnum):
     UNEXPECTED = "unexpected"
     """The announced item is not the one that the request expects."""
     MISSING = "missing"
-    """Its encoder has given the item up; another one has to deliver it."""
+    """The encoder has cancelled the item; another one has to deliver it."""
     NOT_STORED = "not_stored"
     """The store does not have the item; an encoder has to deliver it."""
     RELEASED = "released"
@@ -124,7 +124,7 @@ class Injected(Message, frozen=True, kw_only=True, tag="injected"):
 
 
 class Abort(Message, frozen=True, kw_only=True, tag="abort"):
-    """Either way: this transfer ends without success.
+    """Sent by either end: this transfer ends without success.
 
     The encode side stops writing and answers `Nack` with `NackCode.RELEASED`; until then the slot
     is not granted again.
@@ -161,7 +161,7 @@ class Foreign(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def problem(self) -> str:
-        """Both versions, and what to do."""
+        """Return both versions, and the remedy."""
         return (
             f"protocol {self.protocol} at the sender, {PROTOCOL_VERSION} at the receiver. Run one "
             "release of epd-portable at both"
@@ -169,7 +169,7 @@ class Foreign(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def awaits_reply(self) -> bool:
-        """Whether its sender sends it again until it is answered."""
+        """Return whether its sender repeats it until there is a reply."""
         return self.kind in ("announce", "written")
 
     def refusal(self) -> Nack:

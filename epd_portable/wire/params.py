@@ -1,4 +1,4 @@
-"""What travels in the ``ec_transfer_params`` field of OpenAI requests and responses.
+"""Content of ``ec_transfer_params`` in OpenAI requests and responses.
 
 The field is vLLM's own (0.26 and later). It reaches the connector as a plain dictionary; what the
 connector returns when a request ends comes back in the response.
@@ -19,7 +19,7 @@ MAX_TRANSFERS = 4096
 
 
 class EncodeTransfer(msgspec.Struct, frozen=True, kw_only=True):
-    """One item that an encode instance is asked to deliver.
+    """Item that an encode instance has to deliver.
 
     Attributes:
         transfer_id: Unique name of the transfer of this item to one PD request.
@@ -44,7 +44,7 @@ class EncodeParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpectedTransfer(msgspec.Struct, frozen=True, kw_only=True):
-    """One item that a PD request will receive.
+    """An item that a PD request will receive.
 
     Attributes:
         transfer_id: As in `EncodeTransfer`, as are ``item_uuid`` and ``modality``.
@@ -114,7 +114,7 @@ class ItemOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a PD response carries in ``ec_transfer_params``.
+    """Content of ``ec_transfer_params`` in a PD response.
 
     Attributes:
         items: Distinct items, in the order of the prompt.

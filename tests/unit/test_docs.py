@@ -9,6 +9,7 @@ import itertools
 import re
 import shlex
 import subprocess
+import tokenize
 import tomllib
 import typing
 from collections.abc import Iterator
@@ -183,6 +184,73 @@ def test_faults_of_prose_are_found() -> None:
     assert faults_of_prose(text) == [
         *("When it fails", "One; two.", "It tells.", long, f" {long} "),
     ]
+
+
+SOURCES = [
+    path
+    for folder in ("epd_portable", "benchmarks", "ci", "tools")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+FIRST_WORDS = re.compile(
+    r"(what|how|whether|where|when|why|which|who|whoever|whom|whose|that|those|these|this|there|"
+    r"they|them|it|its|he|one|nobody|nothing|something|as|of|if)(\b|_)",
+    re.IGNORECASE,
+)
+"""Words that begin no docstring and no name of a test: a noun or a verb does."""
+CODE_BUDGET = {
+    "docstrings": 0,
+    "docstrings of tests": 267,
+    "names of tests": 96,
+    "names of tests of more than 60 characters": 412,
+    "banned words": 707,
+}
+"""Most of each in the code. A change that lowers one sets the new number: they only fall."""
+
+
+def docstrings(tree: ast.AST) -> list[str]:
+    """Return the texts of docstrings, those below constants and attributes included."""
+    return [
+        node.value.value.strip()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
+
+
+def texts(path: Path) -> str:
+    """Return the comments and strings of a module."""
+    with tokenize.open(path) as file:
+        tokens = list(tokenize.generate_tokens(file.readline))
+    return "\n".join(
+        each.string
+        for each in tokens
+        if each.type == tokenize.COMMENT or "STRING" in tokenize.tok_name[each.type]
+    )
+
+
+def test_code_stays_within_its_budget() -> None:
+    trees = {path: ast.parse(path.read_text("utf-8")) for path in (*SOURCES, *TESTS)}
+    starts = {
+        path: [each for each in docstrings(tree) if FIRST_WORDS.match(each)]
+        for path, tree in trees.items()
+    }
+    names = [
+        node.name
+        for path in TESTS
+        for node in ast.walk(trees[path])
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test_")
+    ]
+    found = {
+        "docstrings": sum(len(starts[path]) for path in SOURCES),
+        "docstrings of tests": sum(len(starts[path]) for path in TESTS),
+        "names of tests": sum(bool(FIRST_WORDS.match(name[5:])) for name in names),
+        "names of tests of more than 60 characters": sum(len(name) > 60 for name in names),
+        "banned words": sum(len(BANNED.findall(texts(path))) for path in SOURCES),
+    }
+    assert all(found[each] <= most for each, most in CODE_BUDGET.items()), found
 
 
 RECORDS = sorted((ROOT / "docs/decisions").glob("0*.md"))

@@ -1,4 +1,4 @@
-"""What the demo model is taught to say: dialogues about pictures, and small talk without any."""
+"""Training data of the demo model: dialogues about images, and small talk without any."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _CHATTER = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dialogue:
-    """One user turn and the answer to it.
+    """A user turn and the answer to it.
 
     ``parts`` is the user's content in order; each ``IMAGE`` in it stands for the next of
     ``pictures``, which index the batch's scenes.

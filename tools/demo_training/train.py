@@ -56,7 +56,7 @@ class Recipe:
     tower_steps: int = 500
     """First steps, in which only the vision tower learns, from its classifier."""
     classifier_weight: float = 0.3
-    """Of the classifier's loss once the language model learns too."""
+    """Weight of the classifier's loss once the language model learns as well."""
     pictures: int = 32
     """Pictures drawn for each step; each is asked about ``questions`` times."""
     questions: int = 2

@@ -25,7 +25,7 @@ Line = dict[str, Any]
 
 
 class Point(BaseModel):
-    """One load; of several numbers or sizes of images each request, or image, has one at random."""
+    """A load; of several numbers or sizes of images each request, or image, has one at random."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -40,7 +40,7 @@ class LoadSide:
 
     @property
     def plain(self) -> bool:
-        """Whether it is vLLM without this package."""
+        """Return whether it is vLLM without this package."""
         return self.kind in ("replicas", "upstream")
 
 

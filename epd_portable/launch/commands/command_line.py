@@ -1,4 +1,4 @@
-"""What ``epd-launch`` and ``epd-bench`` have in common: options, errors and exit statuses."""
+"""Common parts of ``epd-launch`` and ``epd-bench``: options, errors and exit statuses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from epd_portable.launch.plan.machine import installed_engines
 F = TypeVar("F", bound=Callable[..., Any])
 
 SCHEMA_VERSION = 1
-"""Of all that commands print as JSON, errors included; grows when a field changes or goes."""
+"""Version of all JSON that commands print, errors included; grows when a field changes or goes."""
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit statuses beside 0."""

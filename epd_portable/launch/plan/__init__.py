@@ -1,1 +1,1 @@
-"""What a topology becomes: processes, with their arguments and places; what this machine has."""
+"""Plan of a topology: processes, with their arguments and places, and this machine's resources."""

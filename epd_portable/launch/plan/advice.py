@@ -20,7 +20,7 @@ from epd_portable.errors import ConfigError
 OVERLAP = 1.35
 """Speed of a device with steps and vision tower at the same time, 1 with one of them: assumed."""
 CLEAR_GAIN = 1.05
-"""By less than this factor no way is preferred to replicas."""
+"""Least gain for which a way is preferred to replicas, as a factor."""
 
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -62,7 +62,7 @@ class Traffic(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """One way to use the devices.
+    """A way to use the devices.
 
     Attributes:
         layout: Engines, as in a topology file.

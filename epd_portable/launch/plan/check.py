@@ -19,7 +19,7 @@ from epd_portable.platforms import registry as platforms
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report.
+    """A line of the report.
 
     Attributes:
         kind: ``engine``, ``platform``, ``device``, ``path`` or ``kv``.

@@ -44,7 +44,7 @@ ROLE_ARGS: dict[str, dict[str, JsonValue]] = {
 
 
 QUEUED_BODIES = 8
-"""Of the largest size that the front lets through, that an encode instance queues."""
+"""Bodies of the largest size that the front admits, which an encode instance queues."""
 SMALLEST_POOL_BYTES = 4 << 10
 """Receive pool of an instance that gets no items."""
 
@@ -91,7 +91,7 @@ def resolve_model(model: str, *, served_name: str | None = None) -> ModelSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
-    """One instance of a topology, as far as it is decided.
+    """An instance of a topology, as far as it is decided.
 
     Attributes:
         shares_device: Whether another one is on one of its devices.
@@ -128,12 +128,12 @@ class Engine:
 
     @property
     def group(self) -> InstanceGroup:
-        """Its section of the file."""
+        """Return its section of the file."""
         return self.topology.instances.of(self.role)
 
     @property
     def instance(self) -> InstanceConfig:
-        """What its connector gets."""
+        """Return the settings of its connector."""
         topology, role, ports = self.topology, self.role, self.ports
         transfer, host = topology.transfer, topology.launch.host
         settings: dict[str, Any] = {}
@@ -241,7 +241,7 @@ class Engine:
 
     @property
     def _traces_endpoint(self) -> str | None:
-        """Where it sends its spans."""
+        """Return the collector to which it sends its spans."""
         endpoint = self.topology.front.tracing.endpoint
         return f"{endpoint.rstrip('/')}/v1/traces" if endpoint else None
 

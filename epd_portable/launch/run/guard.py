@@ -55,7 +55,7 @@ class Guard:
 
     @property
     def alive(self) -> bool:
-        """Whether the guard still watches."""
+        """Return whether the guard still watches."""
         return self._process.poll() is None
 
     def watch(self, session: int) -> None:

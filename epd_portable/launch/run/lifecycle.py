@@ -1,4 +1,4 @@
-"""When to start, restart and give up: decisions from events and times, without any I/O.
+"""Starts, restarts and ends of processes: decisions from events and times, without any I/O.
 
 While the topology starts, the first death ends it. While it serves, a death is followed by a
 restart after a pause that doubles up to a limit. A process that lives and is silent for too long is
@@ -28,7 +28,7 @@ HUNG_PROBES = 3
 
 
 class Phase(Enum):
-    """Where the topology stands."""
+    """State of the topology."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -66,7 +66,7 @@ class _State:
 
     @property
     def word(self) -> str:
-        """Its state, for the user."""
+        """Return its state, for the user."""
         if self.restart_at is not None:
             return "waiting"
         if self.kill_at is not None:
@@ -115,7 +115,7 @@ class Lifecycle:
         return {name: state.word for name, state in self._states.items()}
 
     def healthy(self, name: str, now: float) -> list[Action]:
-        """A running process answered its probe."""
+        """Note that a running process answered its probe."""
         state = self._states[name]
         state.silent_probes = 0
         if state.healthy_at is not None:
@@ -127,7 +127,7 @@ class Lifecycle:
         return started
 
     def silent(self, name: str, asked_at: float, now: float) -> list[Action]:
-        """A probe that began at ``asked_at`` failed; counts while the process is `up`."""
+        """Count a failed probe that began at ``asked_at``, while the process is `up`."""
         state, limit_s = self._states[name], self._launch.hung_after_s
         if state.word != "up":
             return []
@@ -142,7 +142,7 @@ class Lifecycle:
         return [_end_of("terminating", name, reason), ProcessOrder("stop", name)]
 
     def exited(self, name: str, how: str, now: float) -> list[Action]:
-        """A process ended; ``how`` says it to the user, as in ``was killed by SIGKILL``."""
+        """Note that a process ended; ``how`` is for the user, as ``was killed by SIGKILL``."""
         state = self._states[name]
         if self.phase is not Phase.SERVING:
             self.phase = Phase.FAILED
@@ -160,7 +160,7 @@ class Lifecycle:
         return [notice, *self._start_what_is_due(now)]
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed."""
+        """Do what is due at a time."""
         actions = self._start_what_is_due(now)
         patience_s = self._launch.startup_timeout_s
         for name, state in self._states.items():

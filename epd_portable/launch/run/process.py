@@ -27,7 +27,7 @@ _OF_ONE_ENGINE = ("PROMETHEUS_MULTIPROC_DIR", envs.EPD_METRICS_DIR.name)
 
 
 class Child:
-    """One started process: the first of its own session, writing to its own log file.
+    """A started process: the first of its own session, writing to its own log file.
 
     Args:
         log_dir: Folder of its log ``<name>.log``, to which every start appends.

@@ -1,4 +1,4 @@
-"""What runs here: each launcher writes it into the folder of its run, and commands read it.
+"""Records of runs: each launcher writes one into the folder of its run, and commands read it.
 
 As long as a launcher lives it keeps its record up to date, and holds the lock on its folder.
 """
@@ -16,14 +16,14 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError, computed_field
 
 RUN_FOLDER = "epd-"
-"""What the name of a run's folder begins with; the id of the run follows."""
+"""Prefix of a run's folder; the id of the run follows."""
 STATE_FILE = "run.json"
 _A_RUN = re.compile(rf"{RUN_FOLDER}[0-9a-f]{{8}}")
 _MAX_BYTES = 4 << 20
 
 
 class _Started(BaseModel):
-    """What was started at a time of ``time.monotonic``: one clock for all processes here."""
+    """Start of a process, by ``time.monotonic``: one clock for all processes here."""
 
     started_s: float | None = None
 
@@ -35,7 +35,7 @@ class _Started(BaseModel):
 
 
 class ProcessRecord(_Started):
-    """One process of a run.
+    """A process of a run.
 
     Attributes:
         state: ``starting``, ``up``, ``terminating``, or ``waiting`` to be started (again).
@@ -56,7 +56,7 @@ class ProcessRecord(_Started):
 
 
 class RunRecord(_Started):
-    """One run, as its launcher writes it down.
+    """A run, as its launcher records it.
 
     Attributes:
         phase: ``starting``, ``serving`` or ``stopping``.

@@ -41,16 +41,16 @@ PROBE_EVERY_S = 5.0
 PROBES = 24
 """At least so many within ``launch.hung_after_s``."""
 _PROBE_THREADS = 64
-"""So many silent processes at a time; while there are more, some are probed less often."""
+"""Most silent processes probed at a time; while there are more, some are probed less often."""
 NOTE_EVERY_S = 3.0
 _ORPHAN_GRACE_S = 1.0
 DRAIN_MARGIN_S = 5.0
-"""What a front may take longer than its own grace, to close what is left."""
+"""Time of a front beyond its own grace, to close what is left."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Supervisor:
-    """One run of a plan in the foreground.
+    """Run of a plan in the foreground.
 
     Args:
         drain_s: How long open requests may go on at a stop.

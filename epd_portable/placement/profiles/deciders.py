@@ -1,4 +1,4 @@
-"""Whether a stage gets an instance of its own, and by which profile: deciders and handlers."""
+"""Deciders and handlers: whether a stage gets an instance of its own, and by which profile."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _PrefixBasedDecider(Parameters):
 
 
 class Handler(Parameters):
-    """What holds without a handler: a profile is for the stage that it is named after."""
+    """Default without a handler: a profile is for the stage that it is named after."""
 
     def profile_of(self, stage: Stage) -> str:
         """Return the name of a stage's profile."""

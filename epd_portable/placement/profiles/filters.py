@@ -106,7 +106,7 @@ class _Expression(Parameters):
 
 
 class _BySelector(Parameters):
-    """As Kubernetes has it: all conditions must hold."""
+    """Label selector of Kubernetes: all conditions must hold."""
 
     matchLabels: Mapping[str, str] = Field(default_factory=dict)
     matchExpressions: tuple[_Expression, ...] = ()
@@ -178,7 +178,7 @@ class _BySession(SessionAffinity):
 
 
 class _ByPrefix(Parameters):
-    """Those that have the prompt, unless others are much less busy.
+    """Filter for candidates that have the prompt, unless others are much less busy.
 
     Attributes:
         affinityThreshold: Part of the prompt from which on an instance counts as having it.

@@ -49,7 +49,7 @@ C = TypeVar("C", bound=Candidate)
 
 
 class PluginFailures(dict[str, float]):
-    """When each plug-in of one place may be logged again that has failed there."""
+    """Times at which each failed plug-in of one place may be logged again."""
 
     def log(self, where: str, name: str, error: Exception) -> None:
         """Log that a plug-in has failed, unless that was logged within `LOG_EVERY_S`."""

@@ -22,7 +22,7 @@ from epd_portable.placement.profiles.selection_types import Candidate, Candidate
 from epd_portable.placement.ring import LOAD_BOUND
 
 ENTRY_MIB = 2
-"""One item's output in llm-d's measure of a cache."""
+"""Size of an item's output in llm-d's measure of a cache."""
 
 Scores = Sequence[float]
 

@@ -1,4 +1,4 @@
-"""What is asked of a choice, among whom, by which kinds of plug-ins; and why it was made. Pure."""
+"""Request, candidates and plug-in kinds of a choice, and its reasons. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SESSION_HEADER = "x-session-id"
 EXPLAIN_HEADER = "x-epd-explain"
 """A client's ``x-epd-explain: 1`` is answered under the same name."""
 MAX_EXPLANATION_BYTES = 6000
-"""Of the answer: a line of a header that every client takes."""
+"""Most bytes of the explanation: a header line that every client accepts."""
 _LEFT_OUT_BYTES = 40
 MOST_SHOWN = 16
 """Instances of one decision that are explained; the best ones."""
@@ -64,7 +64,7 @@ class SelectionRequest:
 
     @property
     def affinity(self) -> str:
-        """What should meet the same instance again."""
+        """Key of requests that should go to the same instance."""
         if self.item is not None:
             return self.item.item_uuid
         return self.session or self.key
@@ -101,7 +101,7 @@ class Candidate(Protocol):
 
     @property
     def role(self) -> str:
-        """What it serves: stages with ``-`` between them."""
+        """Return its stages with ``-`` between them."""
 
     @property
     def pending_encode_s(self) -> float:
@@ -109,7 +109,7 @@ class Candidate(Protocol):
 
     @property
     def reported(self) -> LoadReport | None:
-        """What it reported of its load within the last seconds; ``None`` if nothing."""
+        """Return its load report of the last seconds, or ``None``."""
 
 
 Candidates: TypeAlias = Sequence[Candidate]
@@ -180,7 +180,7 @@ class Decider(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class Decision:
-    """What was decided for a stage, and why.
+    """Decision for a stage, with its reasons.
 
     Attributes:
         item: Name of the item that is to be encoded, or empty.

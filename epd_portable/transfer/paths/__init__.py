@@ -1,1 +1,1 @@
-"""One module a transfer path; `epd_portable.transfer.registry` loads the one that is chosen."""
+"""Transfer paths, a module each; `epd_portable.transfer.registry` loads the chosen one."""

@@ -1,4 +1,4 @@
-"""What a transfer path must do, whichever it is."""
+"""Interface of a transfer path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_REVOKED = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotWrite:
-    """One encoder output for one granted slot.
+    """An encoder output for one granted slot.
 
     Attributes:
         src: On the worker's device, contiguous, of exactly ``slot.nbytes`` bytes; unchanged until
@@ -106,7 +106,7 @@ class ReceiveMemory(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReceivingEnd:
-    """What a PD instance gives to the receiver of a path.
+    """Resources of a PD instance for the receiver of a path.
 
     Attributes:
         memory: Returns the memory of slots. A worker calls it when the first item comes: the
@@ -182,7 +182,7 @@ class LeaseFence:
 
 
 class RevokedFence:
-    """As `LeaseFence`, in a worker, which is informed of slots only when they are revoked.
+    """`LeaseFence` of a worker, which is informed of slots only when they are revoked.
 
     Generations grow, so the oldest are remembered by their greatest number.
     """
@@ -202,7 +202,7 @@ class RevokedFence:
 
     @contextmanager
     def writing(self, slot: SlotDescriptor) -> Iterator[bool]:
-        """As `LeaseFence.writing`."""
+        """See `LeaseFence.writing`."""
         with self._lock:
             yield slot.generation > self._oldest and slot.generation not in self._revoked
 

@@ -31,7 +31,7 @@ class _Mapping(Generic[MemoryT]):
     memory: MemoryT
     copies_block: bool
     writes: set[object] = field(default_factory=set)
-    """Those under way; meanwhile it is not given up."""
+    """Writes under way; meanwhile the mapping is not closed."""
 
     def begin_write(self) -> Callable[[], None]:
         """Register a write; return what ends it."""
@@ -49,7 +49,7 @@ class MappedWriter(PathWriter, Generic[MemoryT]):
         super().__init__(copies, keys)
         self._lock = threading.Lock()
         self._mappings: dict[tuple[str, str], _Mapping[MemoryT]] = {}
-        """By pool and address, which differs after a restart of the consumer."""
+        """Mappings by pool and address, which differs after a restart of the consumer."""
 
     @abstractmethod
     def _map(self, pool: str, address: str) -> tuple[MemoryT, bool]:

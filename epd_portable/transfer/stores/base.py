@@ -22,7 +22,7 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One entry, to be written.
+    """An entry, to be written.
 
     Attributes:
         key: See `epd_portable.transfer.stores.entry.Seal.key`.

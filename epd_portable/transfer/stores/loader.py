@@ -123,7 +123,7 @@ class StoreLoader:
         self._loads: dict[int, _Load] = {}
         self._outbox: list[AnyMessage] = []
         self._orders: dict[int, _Load] = {}
-        """Those with a slot that no thread has begun to fill; oldest first, under ``_ordered``."""
+        """Loads with a slot that no thread has begun to fill; oldest first, under ``_ordered``."""
         self._ordered = threading.Condition()
         self._closing = False
         self._ended: SimpleQueue[tuple[_Load, Ask, str]] = SimpleQueue()
@@ -238,7 +238,7 @@ class StoreLoader:
             self._outbox.append(_released(load))
 
     def _end(self, load: _Load, result: Ask, reason: str) -> None:
-        """A thread has ended a load; ``reason`` is empty for a hit."""
+        """End a load in its thread; ``reason`` is empty for a hit."""
         assert load.slot is not None
         del self._loads[load.attempt]
         if not load.too_slow:

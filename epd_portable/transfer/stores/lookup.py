@@ -1,4 +1,4 @@
-"""Which items of a request a store of encoder outputs has, asked before encoders are chosen."""
+"""Lookup of a request's items in a store of encoder outputs, before encoders are chosen."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Ask = Literal["hit", "miss", "corrupt", "error", "unavailable"]
 """Result for one item. ``error``: the store did not answer, or too late. ``unavailable``: not
 asked, because the breaker was open or the key not known yet."""
 Drop = Literal["full", "error", "unavailable"]
-"""Why an output was not written. ``full``: no room in the queue or the store."""
+"""Reason for which an output was not written. ``full``: no space in the queue or the store."""
 
 _STATES = {"closed": 0, "half_open": 1, "open": 2}
 
@@ -55,7 +55,7 @@ class StoreMetrics(Instruments):
         self._asks.labels(result).inc(count)
 
     def dropped(self, reason: Drop, count: int = 1) -> None:
-        """Outputs were not written."""
+        """Count outputs that were not written."""
         self._drops.labels(reason).inc(count)
 
     def breaker(self, breaker: CircuitBreaker) -> None:

@@ -1,4 +1,4 @@
-"""What torch_npu and vllm-ascend need beside the simulated Ascend runtime: operators, on the CPU.
+"""Operators on the CPU, for torch_npu and vllm-ascend over the simulated Ascend runtime.
 
 The simulated runtime (``../runtime``) has devices, memory, streams and HCCL, but next to no
 operators. This package computes them: aten's by torch's own CPU kernels, the vendor's by formulas

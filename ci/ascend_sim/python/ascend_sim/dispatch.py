@@ -83,7 +83,7 @@ def written_arguments(schema: torch.FunctionSchema) -> set[int | str]:
 
 
 class _Call:
-    """One call: which device it is on, and which CPU tensor stands for which device tensor."""
+    """A call: its device, and the CPU tensor of each device tensor."""
 
     def __init__(self, operator: str, written: list[torch.Tensor]) -> None:
         self._operator = operator

@@ -37,7 +37,7 @@ from .refusal import refuse
 
 _CANN = "triton.language.extra.cann"
 _CORES = {"num_aicore": 20, "num_vectorcore": 40, "ub_size": 192 << 10}
-"""Of the device that kernels choose their tiles for: a 910B3's cores, and bytes of its buffer."""
+"""Device that kernels choose their tiles for: a 910B3's cores, and bytes of its buffer."""
 
 
 def install(module: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""How the double says that it does not model something, or that a call is wrong."""
+"""Errors of the simulation: a call is not modelled, or is wrong."""
 
 from __future__ import annotations
 

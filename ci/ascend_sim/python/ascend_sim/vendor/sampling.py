@@ -1,4 +1,4 @@
-"""What narrows the choice of the next token."""
+"""Restrictions of the choice of the next token."""
 
 from __future__ import annotations
 
