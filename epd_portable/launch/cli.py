@@ -17,6 +17,7 @@ import click
 from epd_portable.config.document import dotted
 from epd_portable.config.folders import temp_folder
 from epd_portable.config.instance import PLATFORMS
+from epd_portable.config.load import Check
 from epd_portable.config.roles import DUTIES, ROLES, Role
 from epd_portable.config.secret import Secret, make_secret_file, read_secret_file
 from epd_portable.errors import ConfigError
@@ -36,7 +37,7 @@ from epd_portable.launch.environment import new_run_id, run_secret_file
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.advice import Traffic, advice_rows, ways
 from epd_portable.launch.plan.check import inspect, inspect_environment
-from epd_portable.launch.plan.file_checks import named_files
+from epd_portable.launch.plan.file_checks import fronts_to_join, named_files
 from epd_portable.launch.plan.machine import probed_machine
 from epd_portable.launch.plan.request import PlanRequest, python_of, refusals, store_warnings
 from epd_portable.launch.plan.text import columns, findings_table, plan_table
@@ -126,12 +127,13 @@ def engine(role: Role, log_dir: Path | None, as_json: bool, **options: Any) -> N
 
     Output, log files and exit status are those of `up`.
     """
-    _serve(PlanRequest.from_options(alone=role, **options), log_dir, as_json=as_json)
+    request = PlanRequest.from_options(alone=role, **options)
+    _serve(request, log_dir, fronts_to_join, as_json=as_json)
 
 
-def _serve(request: PlanRequest, log_dir: Path | None, *, as_json: bool) -> None:
+def _serve(request: PlanRequest, log_dir: Path | None, *checks: Check, as_json: bool) -> None:
     """Run a plan in the foreground."""
-    topology = request.load(named_files)
+    topology = request.load(*checks, named_files)
     run_id = new_run_id()
     machine = probed_machine(request.traits, os.environ)
     encoders = None

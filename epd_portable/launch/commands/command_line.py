@@ -38,9 +38,9 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _HELP = {"help_option_names": ["-h", "--help"]}
 _BAD_INPUT = (ConfigError, PlatformUnavailableError, PortInUseError)
 
-EXIT_STATUSES = """Exit status: 0 done; 1 it could not be done, or the answer is no; 2 bad input: an
-option, a file, a variable, or a machine that cannot do what they ask for; 130 Ctrl-C; 143 SIGTERM;
-0 where one of the two is the usual way to stop it, as of `up`."""
+EXIT_STATUSES = """Exit status: 0 done; 1 failed, or the result is negative; 2 bad input: an option,
+a file, a variable, or a machine without the abilities; 130 Ctrl-C; 143 SIGTERM. Commands that serve
+end with 0 by either."""
 """The same for all commands; the end of both pages of ``--help``."""
 
 

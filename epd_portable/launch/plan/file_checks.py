@@ -57,6 +57,21 @@ def engine_settings(traits: PlatformTraits, data: Mapping[str, Any]) -> Found:
                 )
 
 
+def fronts_to_join(data: Mapping[str, Any]) -> Found:
+    """Check that an engine alone has fronts to join.
+
+    Raises:
+        ConfigError: It has none; no other problem of its counts is of interest then.
+    """
+    launch = data.get("launch")
+    if not (isinstance(launch, dict) and launch.get("join")):
+        raise ConfigError(
+            "launch.join: not set, and `engine` starts an engine that joins fronts. Set it to "
+            "their addresses, as --set launch.join=http://10.0.0.1:8000; `up` starts a front too"
+        )
+    return iter(())
+
+
 def named_files(data: Mapping[str, Any]) -> Found:
     """Check that the files can be read which the launcher, the front and instances need."""
     readers: dict[tuple[str, ...], Callable[[str], object]] = {

@@ -55,7 +55,7 @@ def run(command: str, file: str = "model: demo\n", **env: str) -> Result:
         ("epd-launch instance", ["'instance'", "'instances'"]),
         (
             "epd-launch engine --platform cpu --config t.yaml",
-            ["no instance takes the items", "set launch.join"],
+            ["launch.join: not set", "--set launch.join=http://10.0.0.1:8000"],
         ),
         ("epd-launch plam", ["'plam'", "'plan'"]),
         ("epd-launch up --platfrom cpu", ["'--platfrom'", "'--platform'"]),
