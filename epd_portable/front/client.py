@@ -589,8 +589,10 @@ class SplitClient(AsyncMPClient):
             extra.pop(KV, None)
         if one.kv is not None:
             extra[KV] = one.kv.params
-        if expected:
-            extra[FIELD] = to_params(PrefillParams(transfers=tuple(expected.values())))
+        samples = one.exchange.samples is not None
+        if expected or samples:
+            params = PrefillParams(transfers=tuple(expected.values()), sample=samples)
+            extra[FIELD] = to_params(params)
         sent.sampling_params.extra_args = extra or None
         return sent
 
@@ -624,6 +626,10 @@ class SplitClient(AsyncMPClient):
         for request_id, reason in news.refused.items():
             if one := self._at_engines.get(request_id):
                 one.refused = reason
+        for mm_hash, sample in news.samples.items():
+            for one in self._open.values():
+                if one.exchange.samples is not None and mm_hash in one.exchange.names:
+                    one.exchange.samples[mm_hash] = engine.name, sample
 
     def _take_output(self, engine: FrontEngine, output: EngineCoreOutput) -> bool:
         """Return whether an output is a part of an answer."""

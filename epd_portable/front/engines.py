@@ -35,6 +35,7 @@ from epd_portable.errors import RequestError
 from epd_portable.front.metrics import InstanceCollector
 from epd_portable.front.peers import Peer
 from epd_portable.log import say_failure
+from epd_portable.placement import output_check
 from epd_portable.placement.assignment import Busy, EncodeFailure
 from epd_portable.placement.estimates import CacheSizes
 from epd_portable.placement.instances import (
@@ -47,9 +48,11 @@ from epd_portable.placement.instances import (
     WentDownError,
     while_up,
 )
+from epd_portable.placement.output_check import Comparison
 from epd_portable.responses import unavailable
 from epd_portable.wire.fingerprint import differences
 from epd_portable.wire.jobs import Here
+from epd_portable.wire.params import OutputSample
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -112,6 +115,10 @@ class FrontEngine:
         fingerprint: See `epd_portable.wire.fingerprint`; empty before its first life.
         namespace: Of the store's entries that it loads; empty for none.
         misfits: Engines whose items it refuses.
+        samples: Encoder outputs of one item, as it got them from other engines, by their name, and
+            as it encoded them, by its own.
+        compared: Outputs of other engines next to the right ones, by name of the engine.
+        unchecked: Engines whose outputs are to be compared.
         running: Requests that it computes, of all senders, by its last report; vLLM tells one API
             server how many, others whether there are any.
         life: Follows one on another machine, until it has left; ``None`` for others.
@@ -127,10 +134,18 @@ class FrontEngine:
         self.holds: set[str] = set()
         self.fingerprint = self.namespace = ""
         self.misfits: set[str] = set()
+        self.samples: dict[str, OutputSample] = {}
+        self.compared: dict[str, Comparison] = {}
+        self.unchecked: set[str] = set()
         self.running = 0
         self.life: asyncio.Task[None] | None = None
         self.leaving = False
         self.warming = 0
+
+    @property
+    def refused(self) -> list[str]:
+        """Engines whose encoder outputs it refuses."""
+        return [name for name, each in self.compared.items() if each.problem]
 
     @property
     def busy(self) -> Busy:
@@ -231,6 +246,10 @@ def _worst(same: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "idle": all(each["idle"] for each in same),
         "in_flight": sum(each["in_flight"] for each in same),
         "backlog_s": sum(each["backlog_s"] for each in same) / len(same),
+        "output_difference": max(
+            (each["output_difference"] for each in same if each["output_difference"] is not None),
+            default=None,
+        ),
     }
 
 
@@ -352,6 +371,7 @@ class Engines:
         assert engine.life is not None
         engine.life.cancel()
         del self.by_name[engine.name]
+        self._forget_samples(engine)
         self.pool.remove(engine.name)
 
     async def _follow(self, engine: FrontEngine) -> None:
@@ -371,7 +391,7 @@ class Engines:
                 here = await self._met(engine, peer)
                 engine.settings = msgspec.structs.replace(settings, max_queued_items=here.most)
                 engine.fingerprint = here.fingerprint
-                self._compare_fingerprints()
+                self._note_problems()
                 await self._serve(engine, peer, peer.gone())
             except TimeoutError:
                 logger.warning("engine %s stays away, and is forgotten", engine.name)
@@ -502,7 +522,7 @@ class Engines:
             return  # It has ended before it was ready.
         _, namespace, engine.fingerprint = ready.decode().rstrip("\n").split(" ", 2)
         engine.namespace = namespace.strip("-")
-        self._compare_fingerprints()
+        self._note_problems()
         config = self._config
         if self._complete or not engine.generates:
             # vLLM's client adds up what its engines say.
@@ -548,12 +568,45 @@ class Engines:
             return None
         return await making
 
-    def _compare_fingerprints(self) -> None:
+    def end_check(self, taker: str, encoder: str, sample: OutputSample | None) -> None:
+        """Compare an encoder output with what other engines make of the same item.
+
+        Args:
+            taker: Name of the engine that got or computed it.
+            encoder: Name of the engine that computed it.
+            sample: ``None`` if there is none: the engines work together unchecked.
+        """
+        engine = self.by_name.get(taker)
+        if engine is None:
+            return  # It has left.
+        engine.unchecked.discard(encoder)
+        if sample is not None:
+            engine.samples[encoder] = sample
+        self._refuse_others(engine)
+
+    def _forget_samples(self, engine: FrontEngine) -> None:
+        """Forget what an engine has computed and got: it may be another one from now on."""
+        engine.samples.clear()
+        for each in self.by_name.values():
+            each.samples.pop(engine.name, None)
+            self._refuse_others(each)
+
+    def _refuse_others(self, taker: FrontEngine) -> None:
+        if taker.name in taker.unchecked:
+            return  # Its own output, with which others are compared, is on its way.
+        others = {name: each for name, each in taker.samples.items() if name != taker.name}
+        found = output_check.compare(taker.samples.get(taker.name), others)
+        if found != taker.compared:
+            taker.compared = found
+            self._note_problems()
+
+    def _note_problems(self) -> None:
         """Note of each engine which others refuse its items or KV, and why."""
         known = [each for each in self.by_name.values() if each.fingerprint]
         kinds = ("items", ENCODES, TAKES_ITEMS), ("KV", SENDS_KV, TAKES_KV)
         for sender in known:
             found = []
+            differs: list[float] = []
             for what, receiver in [
                 (what, each)
                 for what, sends, takes in kinds
@@ -564,9 +617,15 @@ class Engines:
                 if differing := differences(receiver.fingerprint, sender.fingerprint):
                     receiver.misfits.add(sender.name)
                     found.append(f"{receiver.name} refuses its {what}, which differ in {differing}")
+                elif what == "items" and sender.name in receiver.compared:
+                    apart, refused = receiver.compared[sender.name]
+                    differs.append(apart)
+                    if refused:
+                        found.append(f"{receiver.name} refuses its items: {refused}")
             problem = "; ".join(found)
             if problem and problem != sender.instance.health.problem:
                 logger.warning("%s: %s", sender.name, problem)
+            sender.instance.output_difference = max(differs, default=None)
             sender.instance.health.note(problem)
 
     async def _serve(
@@ -574,6 +633,7 @@ class Engines:
     ) -> None:
         if engine.client is not None:
             engine.instance.seen_gone("its process was started again")
+        self._forget_samples(engine)
         engine.client = client
         engine.holds = set()
         engine.running = 0

@@ -30,6 +30,7 @@ from epd_portable.placement.profiles.selection_types import (
 )
 from epd_portable.responses import RETRY_AFTER_S
 from epd_portable.vllm_plugin import compat
+from epd_portable.wire.params import OutputSample
 
 if TYPE_CHECKING:
     from epd_portable.config.api_keys import ApiKeys
@@ -82,6 +83,7 @@ class Hints:
         model: Encoder model that encoders must have by their label; or empty.
         of_model: Encoders that have it, or no such label.
         generator: Engine that generates, if one is named; no header names it.
+        local: The engine that takes the items encodes them itself; no header says so.
     """
 
     prefiller: Instance | None = None
@@ -92,6 +94,7 @@ class Hints:
     model: str = ""
     of_model: Sequence[Instance] = ()
     generator: Instance | None = None
+    local: bool = False
 
     def of_items(self, names: Sequence[str]) -> dict[str, tuple[str, Instance]]:
         """Return header and engine of each named item, by its name.
@@ -138,6 +141,8 @@ class FrontExchange:
         session: Name of the client's conversation; or empty.
         hints: Engines that a trusted gateway names; ``None`` for clients.
         explanation: Collects decisions, if the client wants them.
+        samples: Samples of its items' encoder outputs, with the engine that took each, by the
+            item's name; ``None`` if nothing wants them.
     """
 
     nbytes: int = 0
@@ -160,6 +165,7 @@ class FrontExchange:
     session: str = ""
     hints: Hints | None = None
     explanation: Explanation | None = None
+    samples: dict[str, tuple[str, OutputSample]] | None = None
 
     def explain(self, decision: Decision) -> None:
         """Record a decision, if the client wants it."""

@@ -101,10 +101,21 @@ class ItemJobs:
     def choose_encoder(
         self, one: OpenRequest, item: FrontItem, exclude: Collection[str], taker: str
     ) -> Instance | None:
-        """Return who should encode an item for an engine; not one whose items that refuses."""
+        """Return who should encode an item for an engine; not one whose items that refuses.
+
+        A request that compares engines may go to any. Others get none of an engine that is not
+        compared yet, but where no other can encode.
+        """
         full = [each.name for each in self._engines.by_name.values() if each.is_full]
-        exclude = [*exclude, *self._engines.by_name[taker].misfits, *full]
-        return one.selection.choose_encoder(item, exclude)
+        engine = self._engines.by_name[taker]
+        exclude = [*exclude, *engine.misfits, *full]
+        if one.exchange.samples is not None:
+            return one.selection.choose_encoder(item, exclude)
+        exclude += engine.refused
+        chosen = one.selection.choose_encoder(item, [*exclude, *engine.unchecked])
+        if chosen is None and engine.unchecked and not self._can_encode:
+            chosen = one.selection.choose_encoder(item, exclude)
+        return chosen
 
     async def deliver(
         self, one: OpenRequest, way: Assignment[FrontItem], transfer: EncodeTransfer, use: InFlight

@@ -38,6 +38,11 @@ class InstanceCollector(Collector):
             "Work given to engines of a role and not ended, in seconds of one engine.",
             labels=["role"],
         )
+        differs = gauge(
+            "epd_front_output_difference",
+            "Largest relative difference of an engine's encoder outputs from the right ones.",
+            labels=each_one,
+        )
         came = CounterMetricFamily(
             "epd_front_work_seconds",
             "Work that came, in seconds of one engine.",
@@ -49,12 +54,14 @@ class InstanceCollector(Collector):
             where = (each["name"], each["role"])
             up.add_metric(where, float(each["healthy"]))
             load.add_metric(where, float(each["in_flight"]))
+            if (difference := each["output_difference"]) is not None:
+                differs.add_metric(where, difference)
             by_role[each["role"]] = by_role.get(each["role"], 0.0) + each["backlog_s"]
         for role, backlog_s in by_role.items():
             backlog.add_metric([role], backlog_s)
         for (role, modality, size), seconds in seen.came_s:
             came.add_metric([role, modality, str(1 << size)], seconds)
-        return (up, load, backlog, came)
+        return (up, load, backlog, differs, came)
 
 
 class FrontMetrics(Instruments):

@@ -477,6 +477,8 @@ class _ByHeaders(EngineChoices):
         return self._inner.choose_prefill(tried)
 
     def stay(self, items: Sequence[FrontItem], engine: Instance) -> Collection[str]:
+        if self._hints.local:
+            return [each.item_uuid for each in items]
         if self._hints.encoders or self._by_item:
             return ()
         return self._inner.stay(items, engine)

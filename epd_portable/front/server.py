@@ -16,6 +16,7 @@ import asyncio
 import inspect
 import logging
 import multiprocessing
+import secrets
 import signal
 import socket
 import sys
@@ -47,7 +48,11 @@ _NOT_ACCEPTING = 2**31 - 1
 
 
 class Front(compat.passing_errors(AsyncLLM)):  # type: ignore[misc]
-    """vLLM's engine over a `SplitClient`."""
+    """vLLM's engine over a `SplitClient`.
+
+    Attributes:
+        own_items: Beginning of the names that the front gives items itself; clients cannot know it.
+    """
 
     engine_core: SplitClient
 
@@ -57,10 +62,16 @@ class Front(compat.passing_errors(AsyncLLM)):  # type: ignore[misc]
         if (tokenizer := self.tokenizer) is not None:
             self.engine_core.words = lambda text: tokenizer.encode(text, add_special_tokens=False)
         process = self.renderer._process_mm_uuids
-        # A client's name for an item could be that of another client's picture.
-        self.renderer._process_mm_uuids = lambda data, items, uuids, *args, **kwargs: process(
-            data, items, parse_mm_uuids(None), *args, **kwargs
-        )
+        self.own_items = secrets.token_hex(16)
+
+        def process_uuids(data: Any, items: Any, uuids: Any, *args: Any, **kwargs: Any) -> Any:
+            given = [str(name) for names in uuids.values() for name in names]
+            if not all(name.startswith(self.own_items) for name in given):
+                # A client's name for an item could be that of another client's picture.
+                uuids = parse_mm_uuids(None)
+            return process(data, items, uuids, *args, **kwargs)
+
+        self.renderer._process_mm_uuids = process_uuids
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Let open requests end, and then all that they need: vLLM ends its renderer first."""

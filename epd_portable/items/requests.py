@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from epd_portable.items import room
@@ -14,7 +14,13 @@ from epd_portable.items.shell import ItemShell
 from epd_portable.items.stalls import StallWatch, describe
 from epd_portable.items.table import ItemRequest, PromptItem, State
 from epd_portable.log import trace
-from epd_portable.wire.params import CacheNews, ItemOutcome, PrefillOutcome, PrefillParams
+from epd_portable.wire.params import (
+    CacheNews,
+    ItemOutcome,
+    OutputSample,
+    PrefillOutcome,
+    PrefillParams,
+)
 
 if TYPE_CHECKING:
     from epd_portable.config.instance import InstanceConfig
@@ -54,6 +60,9 @@ class PrefillRequests:
         self._numbers = itertools.count()
         self._unavailable: set[str] = set()
         self._refused: dict[str, str] = {}
+        self._sampled: dict[str, set[str]] = {}
+        """Items of whose outputs a front awaits a sample, by request."""
+        self._samples: dict[str, OutputSample] = {}
         self._sleepers: list[str] = []
         self._has_front = False
         self._next_look_s = 0.0
@@ -90,6 +99,8 @@ class PrefillRequests:
         trace("request.arrived", request=request_id, awaited=awaited)
         self._shell.advance()
         self._has_front |= params is not None
+        if params is not None and params.sample:
+            self._sampled[request_id] = {each.mm_hash for each in items}
         self._shell.requested += [
             transfers[mm_hash].transfer_id
             for mm_hash, claim in record.claims.items()
@@ -206,6 +217,7 @@ class PrefillRequests:
         self._shell.left(record)
         self._unavailable.discard(request_id)
         self.held_back.pop(request_id, None)
+        self._sampled.pop(request_id, None)
         names = dict.fromkeys(place.mm_hash for place in record.items)
         items = tuple(record.outcomes[name] for name in names if name in record.outcomes)
         self._shell.metrics.request_ended(items, record.transfers)
@@ -266,9 +278,23 @@ class PrefillRequests:
         entries, self._cache.changes = self._cache.changes, {}
         requested, self._shell.requested = self._shell.requested, []
         refused, self._refused = self._refused, {}
-        if not self._has_front or not (entries or requested or refused):
+        samples, self._samples = self._samples, {}
+        if not self._has_front or not (entries or requested or refused or samples):
             return None
-        return CacheNews(entries=entries, requested=tuple(requested), refused=refused)
+        return CacheNews(
+            entries=entries, requested=tuple(requested), refused=refused, samples=samples
+        )
+
+    @property
+    def sampled(self) -> list[str]:
+        """Items of whose encoder outputs workers are to report a sample."""
+        return [mm_hash for items in self._sampled.values() for mm_hash in items]
+
+    def note_samples(self, samples: Mapping[str, OutputSample]) -> None:
+        """Take samples of encoder outputs in, which the front awaits."""
+        self._samples.update(samples)
+        for items in self._sampled.values():
+            items.difference_update(samples)
 
     def take_unavailable(self) -> set[str]:
         """Return requests that cannot have their items, for the scheduler to fail."""

@@ -355,6 +355,8 @@ class Instance(Backlog):
         registered: It joined while the front ran.
         answered_at: Time of its last encode job's end, in seconds; minus infinity for none.
         cached: Estimate of its caches.
+        output_difference: Largest relative difference of its encoder outputs from those that are
+            right, see `epd_portable.placement.output_check`; ``None`` if none was compared.
     """
 
     def __init__(self, pool: EndpointPool, settings: EngineSettings, *, registered: bool) -> None:
@@ -368,6 +370,7 @@ class Instance(Backlog):
         self.control: str = settings.control
         self.registered = registered
         self.answered_at = float("-inf")
+        self.output_difference: float | None = None
         self.health = Health(self.name, self._changed)
         self.cached = CacheEstimate(pool.caches)
         self._pool = pool
@@ -404,6 +407,7 @@ class Instance(Backlog):
             "backlog_s": self.backlog_s,
             "reason": health.reason,
             "problem": health.problem,
+            "output_difference": self.output_difference,
         }
 
     def _changed(self) -> None:

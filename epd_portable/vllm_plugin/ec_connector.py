@@ -34,6 +34,7 @@ from epd_portable.encode.store_writer import open_writer
 from epd_portable.encode.two_levels import TwoLevelCache
 from epd_portable.errors import EngineError
 from epd_portable.items.metrics import ConsumerMetrics, SenderMetrics
+from epd_portable.items.output_sample import OutputSampler, read_samples
 from epd_portable.items.placer import EncodeOrder, Placer
 from epd_portable.items.requests import PrefillRequests
 from epd_portable.items.shell import ItemShell
@@ -49,12 +50,7 @@ from epd_portable.vllm_plugin.media_again import MediaOfWorkers
 from epd_portable.vllm_plugin.reports import Kind, StepMetadata, from_names, to_names
 from epd_portable.vllm_plugin.requests import ItemMetadata, encoded_items, output_tensor
 from epd_portable.wire.descriptors import TensorSpec
-from epd_portable.wire.params import (
-    EncodeParams,
-    PrefillParams,
-    is_encode_job,
-    to_params,
-)
+from epd_portable.wire.params import EncodeParams, PrefillParams, is_encode_job, to_params
 
 if TYPE_CHECKING:
     from typing import Self
@@ -372,6 +368,7 @@ class PDScheduler(SchedulerConnector):
             orders=self.encoder.take_orders(),
             receipts=receipts,
             media=self._media.missing(scheduler_output.scheduled_new_reqs),
+            samples=self.requests.sampled if receipts.computes else [],
         )
 
     def update_connector_output(
@@ -381,10 +378,11 @@ class PDScheduler(SchedulerConnector):
         if connector_output.finished_sending:
             self.encoder.transfers_ended(connector_output.finished_sending)
         report = from_names(connector_output.finished_recving)
-        for mm_hash in report["encoded"] - report["not encoded"]:
-            self._cache.encoded(mm_hash)
-        for mm_hash in report["not encoded"]:
-            self._cache.not_encoded(mm_hash)
+        for each in report["encoded"] - report["not encoded"]:
+            self._cache.encoded(each)
+        for each in report["not encoded"]:
+            self._cache.not_encoded(each)
+        self.requests.note_samples(read_samples(report["sample"]))
 
     def take_unavailable_requests(self, *args: Any, **kwargs: Any) -> set[str]:
         """Return requests whose items cannot be obtained."""
@@ -618,7 +616,7 @@ class PDWorker(WorkerConnector):
     _sender: Sender | None = None
 
     def _open(self, copies: DeviceCopies, rank: int) -> int:
-        self._copies, self._rank = copies, rank
+        self._copies, self._rank, self._sampler = copies, rank, OutputSampler(rank)
         endpoint = WorkerEndpoint(self._config, copies, rank)
         self._opened.callback(endpoint.close)
         self._placer = Placer(copies, endpoint)
@@ -641,6 +639,7 @@ class PDWorker(WorkerConnector):
 
     def begin_step(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
         """See `WorkerConnector`."""
+        self._sampler.begin_step(metadata.samples, encoder_cache)
         self._placer.carry_out(metadata.receipts, encoder_cache)
         for encoding in metadata.receipts.encodings:
             self.encoder.submit(encoding)
@@ -685,7 +684,9 @@ class PDWorker(WorkerConnector):
     def _take_ended(self) -> Ended:
         failed, placed = self.encoder.take_ended()
         sent = self._sender.progress.take_ended() if self._sender is not None else set()
-        return sent or None, to_names({"encoded": placed, "not encoded": failed}) or None
+        samples = self._sampler.take()
+        names = to_names({"encoded": placed, "not encoded": failed, "sample": samples})
+        return sent or None, names or None
 
 
 _HALVES: dict[tuple[bool, ECConnectorRole], type[EPDConnector]] = {

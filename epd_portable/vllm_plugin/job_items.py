@@ -80,9 +80,15 @@ def to_job(
     }
     if prefills:
         proof = proof_of_prefill(request.request_id, secret)
-        expected = read_params(given, PrefillParams).transfers if given else ()
-        salt = request.cache_salt
-        return KvJob(**head, proof=proof, expected=expected, cache_salt=salt), data
+        params = read_params(given, PrefillParams) if given else PrefillParams(transfers=())
+        job = KvJob(
+            **head,
+            proof=proof,
+            expected=params.transfers,
+            cache_salt=request.cache_salt,
+            sample=params.sample,
+        )
+        return job, data
     assert given is not None
     (transfer,) = read_params(given, EncodeParams).transfers
     return EncodeJob(**head, transfer=transfer), data
@@ -228,8 +234,8 @@ class JobReader:
             raise ProtocolError("expected items: each once, and in the prompt")
         bare = {name for name, each in brought.items() if not each.media}
         features = [self._feature(each, tensors, bare=each.item in bare) for each in job.items]
-        params = PrefillParams(transfers=job.expected) if job.expected else None
-        sampling = prefill_sampling(params)
+        params = PrefillParams(transfers=job.expected, sample=job.sample)
+        sampling = prefill_sampling(params if job.expected or job.sample else None)
         # vLLM's own reset fails while blocks are in use, as those of other fronts always are.
         salt = f"{self.resets} {job.cache_salt or ''}" if self.resets else job.cache_salt
         return request_of(job.job, tokens, features, sampling, cache_salt=salt, **others)

@@ -19,11 +19,12 @@ from epd_portable.encode.producer import TransferOrder
 from epd_portable.encode.two_levels import HostOrders
 from epd_portable.items.placer import WorkerOrders
 
-Kind = Literal["room", "computed", "copy lost", "missing", "encoded", "not encoded"]
+Kind = Literal["room", "computed", "copy lost", "missing", "encoded", "not encoded", "sample"]
 """Kinds of reports. Of an encode instance: the bytes that its encoder cache may fill, once; the
 last step that its device has computed; and missing copies that its scheduler counts on, see
 `TwoLevelCache.take_report`. Of a PD instance: items that were encoded in addition to those of a
-step, or could not be; both where ranks differ, whose reports vLLM joins."""
+step, or could not be; both where ranks differ, whose reports vLLM joins. And samples of encoder
+outputs, see `OutputSampler`."""
 
 
 def to_names(report: Mapping[Kind, Iterable[str]]) -> set[str]:
@@ -72,6 +73,7 @@ class StepMetadata(ECConnectorMetadata):
         copies: Encode instance: what becomes of the copies in host memory.
         receipts: PD instance: items that have arrived, grants that were taken back.
         media: PD instance: media of items that the step encodes, which workers do not have.
+        samples: PD instance: items of whose outputs a step with tokens reports a sample.
     """
 
     orders: list[TransferOrder] = field(default_factory=list)
@@ -80,3 +82,4 @@ class StepMetadata(ECConnectorMetadata):
     copies: HostOrders = field(default_factory=HostOrders)
     receipts: WorkerOrders = field(default_factory=WorkerOrders)
     media: list[ItemMedia] = field(default_factory=list)
+    samples: list[str] = field(default_factory=list)

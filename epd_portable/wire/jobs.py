@@ -149,12 +149,14 @@ class KvJob(_Job, frozen=True, kw_only=True, omit_defaults=True, tag="prefill"):
     Attributes:
         expected: Items that encode engines bring. Other items have their media.
         cache_salt: Prompts with another one share no KV.
+        sample: As in `PrefillParams`.
         proof: Shows that a holder of the secret sends it, see `Secret.sign_transfer`.
     """
 
     proof: Word
     expected: Annotated[tuple[ExpectedTransfer, ...], Meta(max_length=MAX_TRANSFERS)] = ()
     cache_salt: Annotated[str, Meta(max_length=CHUNK_BYTES)] | None = None
+    sample: bool = False
 
 
 Job: TypeAlias = EncodeJob | KvJob

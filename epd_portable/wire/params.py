@@ -12,10 +12,12 @@ import msgspec
 from msgspec import Meta
 
 from epd_portable.errors import ProtocolError
-from epd_portable.wire.descriptors import Name, Word
+from epd_portable.wire.descriptors import MAX_DIMS, Name, Word
 
 FIELD = "ec_transfer_params"
 MAX_TRANSFERS = 4096
+SAMPLED_VALUES = 256
+"""Maximum number of values of an `OutputSample`."""
 
 
 class EncodeTransfer(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,14 +65,31 @@ class ExpectedTransfer(msgspec.Struct, frozen=True, kw_only=True):
     on_demand: bool = False
 
 
-class PrefillParams(msgspec.Struct, frozen=True, kw_only=True):
+class PrefillParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Front → PD instance, which answers with `CacheNews`.
 
     Attributes:
         transfers: Distinct items in the order of their first place in the prompt.
+        sample: Whether to report an `OutputSample` of each item, wherever it was encoded.
     """
 
     transfers: Annotated[tuple[ExpectedTransfer, ...], Meta(max_length=MAX_TRANSFERS)]
+    sample: bool = False
+
+
+class OutputSample(msgspec.Struct, frozen=True, kw_only=True):
+    """Some values of one encoder output, by which a front compares engines.
+
+    Attributes:
+        shape: Of the whole output.
+        dtype: Of the output, a key of `epd_portable.wire.descriptors.DTYPE_BYTES`.
+        numbers: Float32, little endian: the Euclidean norm of all values, then values at equal
+            distances, from the first to the last.
+    """
+
+    shape: Annotated[tuple[int, ...], Meta(max_length=MAX_DIMS)]
+    dtype: Word
+    numbers: Annotated[bytes, Meta(max_length=4 * (1 + SAMPLED_VALUES))]
 
 
 class CacheNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -81,11 +100,13 @@ class CacheNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         requested: Transfers on demand whose items it does not have, and those whose encoder has
             given them up.
         refused: Requests that it fails because an item is larger than a limit: limit and remedy.
+        samples: Of items with `PrefillParams.sample`, by ``mm_hash``.
     """
 
     entries: dict[str, bool] = {}
     requested: tuple[Name, ...] = ()
     refused: dict[str, str] = {}
+    samples: dict[str, OutputSample] = {}
 
 
 Source = Literal["transfer", "encoder_cache", "prefix_cache", "local", "store"]

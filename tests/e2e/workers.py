@@ -63,7 +63,14 @@ class _SpoiledItems:
 
 
 class SlowEncodeWorker(Worker):  # type: ignore[misc]
-    """An encode worker whose encoder takes as long as a file says."""
+    """An encode worker whose encoder takes as long as a file says, and has weights as it says."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if (FLAGS / flags.OTHER_WEIGHTS).exists():
+            for module in compat.encoder_modules(self.model_runner.get_model()):
+                for parameter in module.parameters():
+                    parameter.data.mul_(1.2)
 
     def init_device(self) -> None:
         super().init_device()

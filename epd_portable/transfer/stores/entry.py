@@ -55,15 +55,17 @@ _heads = msgspec.json.Decoder(Head)
 def namespace_of(config: InstanceConfig, stored_as: Callable[[], str]) -> str:
     """Return the namespace of an engine's entries; empty without a store.
 
+    Platforms have namespaces of their own: nothing compares their outputs in a store.
+
     Args:
-        stored_as: Returns a digest of everything that the entries depend on.
+        stored_as: Returns a digest of everything else that the entries depend on.
 
     Raises:
         ConfigError: As `Seal`, or the secret cannot be read.
     """
     if config.store is None:
         return ""
-    return Seal(Secret.read(config.secret_file)).namespace(stored_as())
+    return Seal(Secret.read(config.secret_file)).namespace(f"{config.platform} {stored_as()}")
 
 
 class Seal:

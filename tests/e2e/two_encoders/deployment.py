@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from epd_portable.config.secret import Secret
 from epd_portable.demo import servers
+from epd_portable.launch.run.fronts import FrontClient
 from tests import warm
 from tests.e2e.asking import Answer, ask, assert_close
 from tests.e2e.conftest import CONFIG, PYTHONPATH, Pair, Split
@@ -51,6 +53,11 @@ class Deployment:
         assert shown.returncode == 0, shown.stderr
         columns = [line.split() for line in shown.stdout.splitlines()]
         return {name: state for name, _, state, *_ in columns}
+
+    def problem(self, name: str) -> str:
+        """Return what the front shows of a failure between an engine and others."""
+        front = FrontClient(self.split.url, Secret.read(str(self.secret_file)))
+        return next(each["problem"] for each in front.instances() if each["name"] == name)
 
     def compare(self, content: Any, answer: Answer) -> None:
         """Check that a response is close to one process's, with every item from an encoder."""

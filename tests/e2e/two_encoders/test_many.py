@@ -16,6 +16,7 @@ from epd_portable.transfer.curve import read_keys
 from epd_portable.wire.codec import encode
 from epd_portable.wire.descriptors import PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import Announce, NotNeeded
+from tests.e2e import flags
 from tests.e2e.asking import Answer, ask, picture, text
 from tests.e2e.cases import ASK
 from tests.e2e.conftest import encoders_held
@@ -30,6 +31,7 @@ from tests.e2e.two_encoders.deployment import (
     epd_launch,
 )
 
+REFUSED = f"{PD} refuses its items: encoder outputs differ by"
 PAUSE_S = 0.05
 """Of a client that asks again and again."""
 
@@ -152,6 +154,17 @@ def test_encoder_leaves_and_joins_under_load_without_a_lost_request(
         wait_until(lambda: len(asked) >= before + 4, "others are answered")
         assert answered_by(before) == {"encode-0"}
 
+        # Other weights have the same fingerprint.
+        (split.flags / flags.OTHER_WEIGHTS).touch()
+        deployment.other.start()
+        deployment.other.wait_until_ready()
+        wait_until(lambda: REFUSED in deployment.problem(JOINED), "its outputs are refused")
+        before = len(asked)
+        wait_until(lambda: len(asked) >= before + 4, "others are answered")
+        assert answered_by(before) == {"encode-0"}
+        assert deployment.other.stop() == 0
+
+        (split.flags / flags.OTHER_WEIGHTS).unlink()
         deployment.other.start()
         deployment.other.wait_until_ready()
         before = len(asked)
@@ -159,6 +172,7 @@ def test_encoder_leaves_and_joins_under_load_without_a_lost_request(
         enough.set()
         for client in clients:
             client.result()
+    assert deployment.problem(JOINED) == ""
     assert deployment.states() == dict.fromkeys([*ENCODERS, PD], "up")
     for content, answer in asked:
         deployment.compare(content, answer)

@@ -43,6 +43,7 @@ class Engine:
         self.may_end.set()
         self.sent: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
+        self.name = name
         self._client, self._engine = client, client.engines.by_name[name]
         self._engine.client = self
         self._engine.instance.health.seen_up()

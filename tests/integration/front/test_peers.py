@@ -39,7 +39,7 @@ from epd_portable.engine.hub import Hub
 from epd_portable.front import peers as peers_module
 from epd_portable.front.client import SplitClient
 from epd_portable.front.engines import EngineSettings, FrontEngine
-from epd_portable.front.exchange import GracefulHTTPError
+from epd_portable.front.exchange import FrontExchange, GracefulHTTPError, exchange
 from epd_portable.transfer.curve import CurveGate, read_keys, secure_client
 from epd_portable.transfer.stores.lookup import StoredItem
 from epd_portable.vllm_plugin import compat
@@ -524,6 +524,7 @@ async def test_remote_engine_computes_the_prompt_as_it_is(
     core = asked("r", image("A"), image("B"))
     core.sampling_params = SamplingParams(max_tokens=7, min_tokens=3, stop=["x"], seed=1)
     core.cache_salt, core.priority = "salt", 3
+    exchange.set(FrontExchange(samples={}))  # As of a warm-up.
     await client.add_request_async(core)
     await until_async(lambda: far.core.requests)
     job = far.core.last
@@ -532,6 +533,7 @@ async def test_remote_engine_computes_the_prompt_as_it_is(
     assert job.sampling_params.ignore_eos and not job.sampling_params.stop
     assert job.sampling_params.max_tokens == 1
     assert extra_of(job)[KV] == {"do_remote_decode": True, "do_remote_prefill": False}
+    assert extra_of(job)["ec_transfer_params"]["sample"]
     for got, sent in zip(job.mm_features, core.mm_features, strict=True):
         assert (got.identifier, got.mm_position) == (sent.identifier, sent.mm_position)
         for name, element in sent.data.items():
