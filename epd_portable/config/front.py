@@ -138,7 +138,7 @@ class FrontSection(Section):
     request. They send `x-epd-gateway-key`."""
     cors_origins: list[str] = Field(default=[])
     """Origins of web pages that may send requests, as `https://chat.example.com`, or `*`. JSON
-    needs `content-type: application/json`, else 415. Forms of other origins get 403."""
+    needs `content-type: application/json`, else 400. Forms of other origins get 403."""
     item_outcomes: bool = False
     """Return the source of each item (`ec_transfer_params`) in responses that are not streamed.
     Clients can learn whether others sent the same image."""

@@ -501,7 +501,8 @@ OTHERS = (
     r"No matching distribution|PackageNotFoundError|Failed to load|Free memory on device|is less|"
     r"Error in memory|No space left|No module named|unrecognized arguments|x-request-id|EPD_LOG|"
     r"front\.item_outcomes|do not fit into|bytes of encoder outputs|worker|is not known|"
-    r"s \(launch\.hung|s; killing it|transfer\.path 'collective'|not offered|the thread epd-"
+    r"s \(launch\.hung|s; killing it|transfer\.path 'collective'|not offered|the thread epd-|"
+    r"Unsupported Media Type"
 )
 
 
