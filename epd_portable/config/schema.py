@@ -147,6 +147,12 @@ class Topology(Section):
                 "prefill_decode.encoder is false, and no encode instance is here: raise "
                 "encode.count, or set secret_file, by which encode engines of other machines join"
             )
+        elif counts["encode"] and self.engine_args.get("enable_tower_connector_lora"):
+            problem = (
+                "engine_args.enable_tower_connector_lora: adapters of encoders cannot be loaded "
+                "by encode instances, which hold no language model; remove it, and adapters "
+                "change the language model alone, or leave encode out"
+            )
         elif counts["encode"] and not any(counts[role] for role in TAKES_ITEMS):
             problem = (
                 "no instance takes the items that encode instances encode: name prefill or "

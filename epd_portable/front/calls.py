@@ -17,6 +17,8 @@ def calls_of_all(method: str, *args: Any) -> list[Call]:
     - Encode engines pause last: requests that a pause lets end may wait for their items. They go on
       first.
     - Encode engines never drop jobs: those that are open are of requests that came since.
+    - Encode engines load no LoRA adapters: they have the encoder alone. Where adapters change it,
+      jobs bring their names.
     - Encoder caches are reset once more where items arrive, when they are reset where items come
       from: what an engine sent before its reset is an entry of none after that.
     """
@@ -38,6 +40,8 @@ def calls_of_all(method: str, *args: Any) -> list[Call]:
         ]
     if method in ("resume_scheduler", "wake_up"):
         return [(encoders, method, args), (others, method, args)]
+    if method in ("add_lora", "remove_lora", "pin_lora", "list_loras"):
+        return [(others, method, args)]
     if method in ("reset_encoder_cache", "release_kv_cache_memory"):
         return [(None, method, args), (others, "reset_encoder_cache", ())]
     return [(None, method, args)]

@@ -187,6 +187,7 @@ class SplitClient(AsyncMPClient):
             servers=self._servers,
             wait_timeout_s=settings.wait_timeout_s,
             can_encode=settings.can_encode,
+            adapts_encoders=getattr(config.lora_config, "enable_tower_connector_lora", False),
             order=front.encode_order,
             job_s=_job_s(settings, self._policy),
             spans=self._spans,

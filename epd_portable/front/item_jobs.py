@@ -49,6 +49,8 @@ class ItemJobs:
         servers: API servers of this front: what one gives an engine meanwhile, each does.
         wait_timeout_s: Longest time in which an item must come.
         can_encode: The engine that answers holds the vision tower.
+        adapts_encoders: LoRA adapters change encoder outputs (vLLM's
+            ``enable_tower_connector_lora``), so jobs name those of their requests.
         order: Key ``front.encode_order``.
         job_s: Longest time of one job; ``None`` for any.
         spans: Makes spans of jobs; ``None`` for none.
@@ -68,6 +70,7 @@ class ItemJobs:
         servers: int,
         wait_timeout_s: float,
         can_encode: bool,
+        adapts_encoders: bool = False,
         order: EncodeOrder = "concurrent",
         job_s: float | None = None,
         spans: Spans | None = None,
@@ -81,6 +84,7 @@ class ItemJobs:
         self._servers = servers
         self._wait_timeout_s = wait_timeout_s
         self._can_encode = can_encode
+        self._adapts_encoders = adapts_encoders
         self._order = order
         self._job_s = job_s
         self._spans = spans
@@ -228,7 +232,8 @@ class ItemJobs:
         trace("encode_job", transfer_id=transfer.transfer_id, encoder=encoder.name)
         try:
             with anyio.move_on_after(self._job_s):
-                await engine.add(_job(one.core, item.feature, transfer, job))
+                lora = one.core.lora_request if self._adapts_encoders else None
+                await engine.add(_job(one.core, item.feature, transfer, job, lora))
                 reason = await answer
         finally:
             del self.open[job]
@@ -267,7 +272,7 @@ def new_transfer(item: FrontItem, consumer: str, secret: Secret) -> EncodeTransf
 
 
 def _job(
-    core: EngineCoreRequest, feature: Any, transfer: EncodeTransfer, job: str
+    core: EngineCoreRequest, feature: Any, transfer: EncodeTransfer, job: str, lora: Any
 ) -> EngineCoreRequest:
     """Return the request that has one item encoded and brought to its consumer."""
     place = feature.mm_position
@@ -279,7 +284,7 @@ def _job(
         alone,
         transfer,
         arrival_time=core.arrival_time,
-        lora_request=core.lora_request,
+        lora_request=lora,
         priority=core.priority,
         trace_headers=core.trace_headers,
     )

@@ -68,8 +68,6 @@ def to_job(
     _pack(torch.tensor(request.prompt_token_ids, dtype=torch.int32), tensors, data, 0, 0)
     items = tuple(_item(each, config, tensors, data) for each in request.mm_features or ())
     lora = request.lora_request
-    if not prefills and not getattr(config.lora_config, "enable_tower_connector_lora", False):
-        lora = None
     head: dict[str, Any] = {
         "job": request.request_id,
         "items": items,

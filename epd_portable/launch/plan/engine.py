@@ -39,7 +39,13 @@ CPU_KV_GIB = "VLLM_CPU_KVCACHE_SPACE"
 ROLE_ARGS: dict[str, dict[str, JsonValue]] = {
     # An encoder computes no KV blocks, so there is no prefix to find again. It generates nothing,
     # so no step can be scheduled ahead. From 0.29 on vLLM derives most of this from the role.
-    "encode": {"mm_encoder_only": True, "enable_prefix_caching": False, "async_scheduling": False}
+    # LoRA adapters are for the language model, which it does not hold.
+    "encode": {
+        "mm_encoder_only": True,
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        "enable_lora": None,
+    }
 }
 
 

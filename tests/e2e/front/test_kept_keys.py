@@ -20,7 +20,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from epd_portable.front.exchange import KEY, MAPPING
 from epd_portable.launch.plan.ports import port_source
@@ -40,6 +42,8 @@ ORIGIN = "https://page.example"
 GATEWAY_KEY = "h" * 20
 PATH = "/v1/chat/completions"
 WEB_SEED = 900
+RANK = 8
+"""Of LoRA adapters."""
 
 
 def inlined(seed: int) -> str:
@@ -75,6 +79,9 @@ def served(tmp_path_factory: pytest.TempPathFactory, fork: Popen) -> Iterator[Se
         f"store.path={folder / 'store'}",
         "store.timeout_ms=10000",
         "env.VLLM_SERVER_DEV_MODE='1'",
+        "env.VLLM_ALLOW_RUNTIME_LORA_UPDATING='1'",
+        "engine_args.enable_lora=true",
+        f"engine_args.max_lora_rank={RANK}",
     ]
     trust = ssl.create_default_context(cafile=cert)
     web = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -191,6 +198,35 @@ def test_image_by_url_is_the_item_of_the_inlined_image(served: Served) -> None:
     assert same[FIELD]["items"][0]["mm_hash"] == linked[FIELD]["items"][0]["mm_hash"]
     assert same[FIELD]["items"][0]["source"] == "encoder_cache"
     assert same["choices"][0]["message"] == linked["choices"][0]["message"]
+
+
+def make_adapter(folder: Path, scale: float) -> Path:
+    """Write a LoRA adapter of the first layer of the demo's language model; 0 changes nothing."""
+    folder.mkdir()
+    layer = "base_model.model.model.language_model.layers.0.self_attn.q_proj"
+    tensors = {f"{layer}.lora_{side}.weight": torch.ones(RANK, 128) for side in "AB"}
+    tensors[f"{layer}.lora_B.weight"] = scale * torch.ones(128, RANK)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_adapters_change_the_language_model_and_share_items(served: Served, tmp_path: Path) -> None:
+    client, content = served.client, [picture(40), text("Describe.")]
+    for name, scale in (("same", 0.0), ("other", 1.0)):
+        path = str(make_adapter(tmp_path / name, scale))
+        loaded = client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path})
+        assert loaded.status_code == 200, loaded.text
+    found = {}
+    for name in ("demo", "same", "other"):
+        response = client.post(PATH, json=body(content, model=name))
+        assert response.status_code == 200, response.text
+        found[name] = response.json()
+    (base, same, other) = (each["choices"][0]["logprobs"] for each in found.values())
+    assert base == same != other
+    sources = [each[FIELD]["items"][0]["source"] for each in found.values()]
+    assert sources == ["transfer", "encoder_cache", "encoder_cache"]
 
 
 def is_up(served: Served) -> bool:

@@ -13,6 +13,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from prometheus_client import generate_latest
+from vllm.config.lora import LoRAConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
@@ -350,6 +352,32 @@ async def test_encode_engines_pause_last_and_go_on_first(make: Make) -> None:
     found.clear()
     await front.client.resume_scheduler_async()
     assert found == [("e-0", "resume_scheduler"), ("pd-0", "resume_scheduler")]
+
+
+@pytest.mark.parametrize("method", ["add_lora", "remove_lora", "pin_lora", "list_loras"])
+async def test_adapters_are_loaded_by_engines_with_a_language_model(
+    make: Make, method: str
+) -> None:
+    front = make("e-0", "pd-0")
+    found = calls(front)
+    await front.client.call_utility_async(method)
+    assert found == [("pd-0", method)]
+
+
+async def test_jobs_name_adapters_only_where_these_change_encoders(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = LoRARequest("a", 1, "/adapters/a")
+    for changes_encoders in (False, True):
+        lora = LoRAConfig(enable_tower_connector_lora=changes_encoders)
+        monkeypatch.setattr(config, "lora_config", lora)
+        front = Front(config, tmp_path, "e-0", "pd-0")
+        asked = request("r", "a")
+        asked.lora_request = adapter
+        await front.client.add_request_async(asked)
+        await settle()
+        engines = [front.engines[name].last.lora_request for name in ("e-0", "pd-0")]
+        assert engines == [adapter if changes_encoders else None, adapter]
 
 
 async def test_encoder_caches_are_reset_again_where_items_arrive(make: Make) -> None:

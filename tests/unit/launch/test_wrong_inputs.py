@@ -121,6 +121,7 @@ def test_a_wrong_command_line_is_answered_with_what_to_write(
         ("env.A-B=x", "has not the form that it needs"),
         ("engine_args.max-model-len=3", "write max_model_len"),
         ("engine_args.port=3", "the public one is front.port"),
+        ("engine_args.enable_tower_connector_lora=true", "adapters of encoders cannot be loaded"),
         ("engine_args=[]", "expected a mapping of keys and values, got a list"),
         ("launch.host=0.0.0.0", "write the one that others reach this machine by"),
         ("launch.host=10.0.0.1", "set secret_file"),
