@@ -43,7 +43,7 @@ GATEWAY_KEY = "h" * 20
 PATH = "/v1/chat/completions"
 WEB_SEED = 900
 RANK = 8
-"""Of LoRA adapters."""
+"""Rank of LoRA adapters."""
 
 
 def inlined(seed: int) -> str:
