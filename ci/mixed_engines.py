@@ -12,6 +12,7 @@ a hub publishes it, without the defaults that releases of transformers add.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -150,8 +151,12 @@ def transfer(
         )
         with second:
             client = FrontClient(first.url, Secret.read(str(secret)))
-            wait_until(lambda: all(each["state"] == "up" for each in client.instances()))
-            for each in client.instances():
+
+            def seen() -> list[dict[str, Any]]:
+                return asyncio.run(client.instances())
+
+            wait_until(lambda: all(each["state"] == "up" for each in seen()))
+            for each in seen():
                 if each["problem"]:
                     raise SystemExit(f"{each['name']}: {each['problem']}")
             met_s = time.monotonic() - begun

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import fcntl
@@ -306,7 +307,7 @@ def instances(front: str, secret_file: str, as_json: bool) -> None:
 
       epd-launch instances --front http://10.0.0.1:8000 --secret-file ~/epd.secret
     """
-    found = FrontClient(front, Secret.read(secret_file)).instances()
+    found = asyncio.run(FrontClient(front, Secret.read(secret_file)).instances())
     lines = [
         f"{seen['name']:24} {seen['role']:16} {seen['state']:9} {seen['in_flight']:4} in flight  "
         f"{seen['url']}  {seen['reason'] or seen['problem']}".rstrip()

@@ -14,7 +14,7 @@ from epd_portable.encode.store_writer import QUEUE_BYTES
 from epd_portable.engine import hub
 from epd_portable.items import transfers
 from epd_portable.launch.plan import ports
-from epd_portable.launch.run import lifecycle, supervisor
+from epd_portable.launch.run import lifecycle
 from epd_portable.placement import admission, assignment, instances
 from epd_portable.wire import jobs
 
@@ -70,7 +70,7 @@ IN_THE_CODE = {
         f"reset after {lifecycle.FORGIVEN_AFTER_S:g} s of health"
     ),
     "health probes": (
-        f"every {supervisor.PROBE_EVERY_S:g} s, or {supervisor.PROBES} times within "
+        f"every {lifecycle.PROBE_EVERY_S:g} s, or {lifecycle.PROBES} times within "
         "`launch.hung_after_s`"
     ),
     "engines of one front": str(instances.MAX_INSTANCES),

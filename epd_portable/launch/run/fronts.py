@@ -1,17 +1,16 @@
 """Fronts: signed requests to their ``/epd/`` addresses, and the instances of a launcher there.
 
 Instances are watched at the launcher's own front, and registered at others. Each address of each
-front has a thread: a front that does not respond delays no other one.
+front has a task: a front that does not respond delays no other one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import ssl
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -41,7 +40,7 @@ def trusting(cert_file: str) -> ssl.SSLContext:
     return context
 
 
-def addresses_of(url: str) -> list[str]:
+async def addresses_of(url: str) -> list[str]:
     """Return every address that the host of a URL has at this moment, in order.
 
     IPv4 addresses; IPv6 ones where there are no others.
@@ -51,7 +50,8 @@ def addresses_of(url: str) -> list[str]:
     """
     host = urlsplit(url).hostname or ""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise LaunchError(f"{host} has no address: {error}") from error
     v4 = {str(address[0]) for family, *_, address in found if family == socket.AF_INET}
@@ -86,13 +86,13 @@ class FrontClient:
         named = self._address and self._address != httpx.URL(self._url).host
         return f"{self._url} at {self._address}" if named else self._url
 
-    def instances(self) -> list[dict[str, Any]]:
+    async def instances(self) -> list[dict[str, Any]]:
         """Return what the front reports of each of its instances."""
-        return self.look()[1]
+        return (await self.look())[1]
 
-    def look(self) -> tuple[str, list[dict[str, Any]]]:
+    async def look(self) -> tuple[str, list[dict[str, Any]]]:
         """Return the id of the front process, and what it reports of each of its instances."""
-        answer = self.request("GET")
+        answer = await self.request("GET")
         try:
             return answer["front"], answer["instances"]
         except LookupError as error:
@@ -100,7 +100,7 @@ class FrontClient:
                 f"front {self}: no instances in its response. Check the address."
             ) from error
 
-    def request(
+    async def request(
         self, method: str, path: str = "", content: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Send a request to a path below ``/epd/instances``, and return the response."""
@@ -114,8 +114,8 @@ class FrontClient:
                 "authorization": self._secret.sign(method, url.raw_path.decode(), data),
                 "content-type": "application/json",
             }
-            with httpx.Client(timeout=timeout, trust_env=False, verify=verify) as client:
-                answer = client.request(
+            async with httpx.AsyncClient(timeout=timeout, trust_env=False, verify=verify) as client:
+                answer = await client.request(
                     method,
                     url.copy_with(host=self._address) if self._address else url,
                     content=data,
@@ -144,10 +144,6 @@ class Registrar:
     Args:
         is_up: Returns whether an instance responds; a front forgets one that does not.
         leave_timeout_s: Longest wait for open requests of an instance that leaves.
-        say: Called from several threads.
-
-    Attributes:
-        leaving: Set to let all instances leave other fronts.
     """
 
     def __init__(
@@ -155,11 +151,10 @@ class Registrar:
         plan: Plan,
         secret: Secret,
         *,
-        is_up: Callable[[str], bool],
+        is_up: Callable[[str], Awaitable[bool]],
         leave_timeout_s: float,
         say: Callable[[Notice], None],
     ) -> None:
-        self.leaving = threading.Event()
         self.is_up = is_up
         self.leave_timeout_s = leave_timeout_s
         self.say = say
@@ -173,17 +168,6 @@ class Registrar:
                 self._instances = [each.name for each in plan.processes if each.role != "front"]
                 client = FrontClient(spec.url, secret, cert_file=spec.tls_cert_file)
                 self._fronts[spec.url, ""] = _Front(self, plan, client, is_own=True)
-        self._thread = threading.Thread(target=self._run, name="epd-join", daemon=True)
-
-    def start(self) -> None:
-        """Begin to watch and register instances."""
-        for front in self._fronts.values():
-            front.start()
-        self._thread.start()
-
-    def has_ended(self) -> bool:
-        """Return whether all have left other fronts."""
-        return not self._thread.is_alive()
 
     def problems(self) -> dict[str, LaunchError | None]:
         """Return the instances that are not up at every front, each with the last reason."""
@@ -198,35 +182,43 @@ class Registrar:
 
     def noted(self) -> dict[str, str]:
         """Return the problems between instances that serve all the same, as fronts report them."""
-        members = (each for front in [*self._fronts.values()] for each in front.members.items())
+        members = (each for front in self._fronts.values() for each in front.members.items())
         return {name: member.noted for name, member in members if member.noted}
 
-    def _run(self) -> None:
-        """Follow the names of the fronts until all are to leave, and return when they have."""
-        while not self.leaving.is_set():
-            for url in self._plan.joins:
-                try:
-                    addresses = addresses_of(url)
-                    self._unresolved.pop(url, None)
-                except LaunchError as error:  # Fronts that were known may still be there.
-                    if str(self._unresolved.get(url)) != str(error):
-                        self.say(Notice("warning", f"front {url}: {error}"))
-                    self._unresolved[url] = error
-                    continue
-                for (of, address), front in [*self._fronts.items()]:
-                    if of == url:
-                        front.is_named = address in addresses
-                    if not front.is_alive():
-                        del self._fronts[of, address]
-                for address in addresses:
-                    if (url, address) not in self._fronts:
-                        client = FrontClient(url, self._secret, address=address)
-                        front = self._fronts[url, address] = _Front(self, self._plan, client)
-                        front.start()
-            self.leaving.wait(_LOOK_EVERY_S)
-        for front in self._fronts.values():
-            if not front.is_own:
-                front.join()
+    async def follow(self) -> None:
+        """Follow the names of the fronts, and the instances at each; never returns."""
+        async with asyncio.TaskGroup() as group:
+            for front in self._fronts.values():
+                group.create_task(front.follow())
+            while True:
+                for url in self._plan.joins:
+                    await self._resolve(url, group)
+                await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def leave(self) -> None:
+        """Let all instances leave other fronts, and wait for their open requests."""
+        await asyncio.gather(*(each.leave() for each in self._fronts.values() if not each.is_own))
+
+    async def _resolve(self, url: str, group: asyncio.TaskGroup) -> None:
+        """Follow each front that a name leads to at this moment."""
+        try:
+            addresses = await addresses_of(url)
+            self._unresolved.pop(url, None)
+        except LaunchError as error:  # Fronts that were known may still be there.
+            if str(self._unresolved.get(url)) != str(error):
+                self.say(Notice("warning", f"front {url}: {error}"))
+            self._unresolved[url] = error
+            return
+        for (of, address), front in [*self._fronts.items()]:
+            if of == url:
+                front.is_named = address in addresses
+                if front.has_gone:
+                    del self._fronts[of, address]
+        for address in addresses:
+            if (url, address) not in self._fronts:
+                client = FrontClient(url, self._secret, address=address)
+                front = self._fronts[url, address] = _Front(self, self._plan, client)
+                group.create_task(front.follow())
 
 
 @dataclass(slots=True)
@@ -249,7 +241,7 @@ class _Member:
     joins: str | None = None
 
 
-class _Front(threading.Thread):
+class _Front:
     """All instances at one front.
 
     Args:
@@ -259,54 +251,48 @@ class _Front(threading.Thread):
         members: By the names of instances.
         problem: Why the front did not respond to the last look.
         is_named: Whether ``launch.join`` still leads there.
+        has_gone: It is followed no more: it is not named, and does not respond.
     """
 
     def __init__(
         self, registrar: Registrar, plan: Plan, client: FrontClient, *, is_own: bool = False
     ) -> None:
-        super().__init__(name="epd-join", daemon=True)
         self.members = {spec.name: _Member() for spec in plan.processes if spec.role != "front"}
         self.problem: LaunchError | None = None
-        self.is_named = True
+        self.is_named, self.has_gone = True, False
         self.is_own = is_own
         self._registrar = registrar
         self._client = client
         self._to_register = {each["name"]: each for each in plan.members}
 
-    def run(self) -> None:
-        """Register each instance that is up, and again when the front restarts; then leave.
-
-        Returns without it when the front is neither named any more nor there.
-        """
-        leaving = self._registrar.leaving
-        while not leaving.is_set():
+    async def follow(self) -> None:
+        """Register each instance that is up, and again when the front restarts."""
+        while not self.has_gone:
             try:
-                self._look()
+                await self._look()
                 self.problem = None
             except LaunchError as error:
                 if not self.is_named:
                     self._warn(f"front {self._client} has gone", *self.members)
-                    return
-                if not self.is_own and str(error) != str(self.problem):
+                    self.has_gone = True
+                elif not self.is_own and str(error) != str(self.problem):
                     self._warn(str(error), *self.members)
                 self.problem = error
             settled = all(each.state in _SETTLED for each in self.members.values())
-            leaving.wait(_LOOK_EVERY_S if settled else _JOINING_S)
-        if not self.is_own:
-            self._leave()
+            await asyncio.sleep(_LOOK_EVERY_S if settled else _JOINING_S)
 
-    def _look(self) -> None:
-        front, seen = self._client.look()
+    async def _look(self) -> None:
+        front, seen = await self._client.look()
         states = {each["name"]: each for each in seen}
         for name, member in self.members.items():
             try:
-                self._follow(name, member, states.get(name), front)
+                await self._follow(name, member, states.get(name), front)
             except LaunchError as error:
                 if str(error) != str(member.problem):
                     self._warn(str(error), name)
                 member.problem = error
 
-    def _follow(
+    async def _follow(
         self, name: str, member: _Member, seen: Mapping[str, Any] | None, front: str
     ) -> None:
         settings = self._to_register.get(name)
@@ -322,34 +308,33 @@ class _Front(threading.Thread):
             # One that is down, or hangs, is removed after a while, and joins again.
             member.state, member.registered = "gone", ""
             self._warn(f"front {self._client} has removed it", name)
-        elif self._registrar.is_up(name):
+        elif await self._registrar.is_up(name):
             member.joins = " again: the front has restarted" if member.registered else ""
-            member.registered = self._client.request("POST", content=settings)["front"]
-            member.problem = None
+            answer = await self._client.request("POST", content=settings)
+            member.registered, member.problem = answer["front"], None
 
-    def _leave(self) -> None:
+    async def leave(self) -> None:
         """Remove the instances from the front, and wait for their open requests."""
         there = []
         for name, member in self.members.items():
             if member.registered:
                 try:
-                    self._client.request("DELETE", f"/{name}")
+                    await self._client.request("DELETE", f"/{name}")
                     there.append(name)
                 except LaunchError as error:
                     self._warn(str(error), name)
-        end = time.monotonic() + self._registrar.leave_timeout_s
-        while there:
-            try:
-                left = {each["name"]: each["in_flight"] for each in self._client.instances()}
-                if time.monotonic() >= end:
-                    raise LaunchError(f"front {self._client}: {left} requests are still open")
-            except LaunchError as error:
-                self._warn(str(error), *there)
-                return
-            for name in [name for name in there if name not in left]:
-                there.remove(name)
-                self._say("left", name, f"has left {self._client}")
-            time.sleep(_JOINING_S if there else 0.0)
+        try:
+            async with asyncio.timeout(self._registrar.leave_timeout_s):
+                while there:
+                    left = {each["name"] for each in await self._client.instances()}
+                    for name in [name for name in there if name not in left]:
+                        there.remove(name)
+                        self._say("left", name, f"has left {self._client}")
+                    await asyncio.sleep(_JOINING_S if there else 0.0)
+        except TimeoutError:
+            self._warn(f"front {self._client}: requests are still open", *there)
+        except LaunchError as error:
+            self._warn(str(error), *there)
 
     def _warn(self, text: str, *names: str) -> None:
         for name in names:

@@ -1,4 +1,4 @@
-"""Starts, restarts and ends of processes: decisions from events and times, without any I/O.
+"""One process of a run, from start to start: its states are the order of the code.
 
 While the topology starts, the first death ends it. While it serves, a death is followed by a
 restart after a pause that doubles up to a limit. A process that lives and is silent for too long is
@@ -10,202 +10,184 @@ starts, and takes what another one takes or frees meanwhile for its own.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from enum import Enum
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal
 
 from epd_portable.config.schema import Launch
+from epd_portable.errors import LaunchError
 from epd_portable.launch.notices import Event, Notice
+from epd_portable.launch.plan.processes import ProcessSpec
+from epd_portable.launch.run.process import Child
 
 FORGIVEN_AFTER_S = 60.0
 """Healthy for this long, a process has its earlier deaths forgiven."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """Before a process that died while the topology serves is started again; doubles every time."""
+PROBE_EVERY_S = 5.0
+PROBES = 24
+"""At least so many within ``launch.hung_after_s``."""
 HUNG_PROBES = 3
 """Probes in a row that a process must miss before it counts as hung, however long each took."""
-
-
-class Phase(Enum):
-    """State of the topology."""
-
-    STARTING = "starting"
-    SERVING = "serving"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessOrder:
-    """Start a process, ask it to end, or end one that does not do so."""
-
-    what: Literal["start", "stop", "kill"]
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """Stop everything: ``name`` did not start, for this reason."""
-
-    name: str
-    reason: str
-
-
-Action = ProcessOrder | Notice | Fail
-
-
-@dataclass(kw_only=True, slots=True)
-class _State:
-    started_at: float | None = None
-    healthy_at: float | None = None
-    restart_at: float | None = None
-    deaths: int = 0
-    silent_probes: int = 0
-    silent_since: float = 0.0
-    kill_at: float | None = None  # when it was asked to end
-
-    @property
-    def word(self) -> str:
-        """Return its state, for the user."""
-        if self.restart_at is not None:
-            return "waiting"
-        if self.kill_at is not None:
-            return "terminating"
-        return "starting" if self.healthy_at is None else "up"
+STEP_S = 0.1
+_START_PROBE_EVERY_S = 0.5
+_START_PROBE_TIMEOUT_S = 1.0
 
 
 class Lifecycle:
-    """Decides for all processes of one topology.
+    """Keeps one process running.
 
-    Each event comes with its time, in seconds of any clock, and is answered with what to do.
-    ``after`` has for each process the neighbours on its devices that must have started before it.
+    Args:
+        everyone: All processes of the run, by their names.
+        start: Starts it.
+        clean_up: Ends what a process that has ended left running.
+
+    Attributes:
+        state: For the user. ``waiting`` to be started (again).
+        child: The process; ``None`` while there is none.
+        starts: How many there were.
+        serving: Whether the topology serves, and a death is followed by a restart.
     """
 
     def __init__(
         self,
-        names: Iterable[str],
+        spec: ProcessSpec,
         launch: Launch,
-        after: Mapping[str, Iterable[str]],
+        everyone: Mapping[str, Lifecycle],
+        *,
+        start: Callable[[ProcessSpec], Child],
+        clean_up: Callable[[Child], Awaitable[None]],
+        say: Callable[[Notice], None],
     ) -> None:
-        self.phase = Phase.STARTING
+        self.spec = spec
+        self.state: Literal["waiting", "starting", "up", "terminating"] = "waiting"
+        self.child: Child | None = None
+        self.starts = 0
+        self.serving = False
+        self._healthy_at: float | None = None
+        self._silent_since: float | None = None
         self._launch = launch
-        self._states = {name: _State() for name in names}
-        self._after = {name: tuple(after.get(name, ())) for name in self._states}
+        self._everyone = everyone
+        self._start = start
+        self._clean_up = clean_up
+        self._say = say
 
-    def start_all(self, now: float) -> list[Action]:
-        """Start every process that waits for no neighbour."""
-        for state in self._states.values():
-            state.restart_at = now
-        return self._start_what_is_due(now)
-
-    def all_up(self) -> bool:
-        """Return whether every process has been healthy since its start."""
-        return all(state.healthy_at is not None for state in self._states.values())
-
-    def waiting(self) -> dict[str, list[str]]:
-        """Return the processes that are due, with the neighbours that each waits for."""
-        return {
-            name: blocking
-            for name, state in self._states.items()
-            if state.restart_at is not None and (blocking := self._blocking(name))
-        }
-
-    def states(self) -> dict[str, str]:
-        """Return ``starting``, ``up``, ``terminating`` or ``waiting`` for each process."""
-        return {name: state.word for name, state in self._states.items()}
-
-    def healthy(self, name: str, now: float) -> list[Action]:
-        """Note that a running process answered its probe."""
-        state = self._states[name]
-        state.silent_probes = 0
-        if state.healthy_at is not None:
-            return []
-        state.healthy_at = now
-        started = self._start_what_is_due(now)
-        if self.phase is Phase.SERVING:
-            return [Notice("recovered", f"{name} has recovered", {"instance": name}), *started]
-        return started
-
-    def silent(self, name: str, asked_at: float, now: float) -> list[Action]:
-        """Count a failed probe that began at ``asked_at``, while the process is `up`."""
-        state, limit_s = self._states[name], self._launch.hung_after_s
-        if state.word != "up":
-            return []
-        if not state.silent_probes:
-            state.silent_since = asked_at
-        state.silent_probes += 1
-        silent_s = now - state.silent_since
-        if not limit_s or state.silent_probes < HUNG_PROBES or silent_s < limit_s:
-            return []
-        state.kill_at = now + self._launch.stop_grace_s
-        reason = f"has not answered as it should for {silent_s:.0f} s (launch.hung_after_s)"
-        return [_end_of("terminating", name, reason), ProcessOrder("stop", name)]
-
-    def exited(self, name: str, how: str, now: float) -> list[Action]:
-        """Note that a process ended; ``how`` is for the user, as ``was killed by SIGKILL``."""
-        state = self._states[name]
-        if self.phase is not Phase.SERVING:
-            self.phase = Phase.FAILED
-            return [Fail(name, how)]
-        healthy_until = state.silent_since if state.silent_probes else now
-        if state.healthy_at is not None and healthy_until - state.healthy_at >= FORGIVEN_AFTER_S:
-            state.deaths = 0
-        delay_s = min(FIRST_PAUSE_S * 2.0 ** min(state.deaths, 63), LONGEST_PAUSE_S)
-        self._states[name] = _State(deaths=state.deaths + 1, restart_at=now + delay_s)
-        notice = Notice(
-            "exited",
-            f"{name} {how}; restarting it in {delay_s:g} s",
-            {"instance": name, "reason": how, "restart_in_s": delay_s},
-        )
-        return [notice, *self._start_what_is_due(now)]
-
-    def tick(self, now: float) -> list[Action]:
-        """Do what is due at a time."""
-        actions = self._start_what_is_due(now)
-        patience_s = self._launch.startup_timeout_s
-        for name, state in self._states.items():
-            if state.kill_at is not None and now >= state.kill_at:
-                # It must not be killed twice.
-                state.kill_at = math.inf
-                reason = f"does not end within {self._launch.stop_grace_s:g} s"
-                actions += [_end_of("killing", name, reason), ProcessOrder("kill", name)]
-            elif (
-                state.started_at is not None
-                and state.healthy_at is None
-                and now - state.started_at >= patience_s
-            ):
-                reason = f"is not healthy {patience_s:g} s after its start"
-                if self.phase is Phase.STARTING:
-                    self.phase = Phase.FAILED
-                    return [Fail(name, f"{reason} (launch.startup_timeout_s)")]
-                # Its exit follows and schedules the restart; it must not be killed twice.
-                state.started_at = None
-                actions += [_end_of("killing", name, reason), ProcessOrder("kill", name)]
-        return actions
-
-    def _start_what_is_due(self, now: float) -> list[Action]:
-        started: list[Action] = []
-        for name, state in self._states.items():
-            due = state.restart_at is not None and now >= state.restart_at
-            if due and not self._blocking(name):
-                self._states[name] = _State(deaths=state.deaths, started_at=now)
-                started.append(ProcessOrder("start", name))
-        return started
-
-    def _blocking(self, name: str) -> list[str]:
+    def blocking(self) -> list[str]:
         """Return the neighbours whose start or end this one must wait for.
 
-        The memory that a neighbour takes of a device changes on its way up or down.
+        The memory that a neighbour takes of a device changes on its way up or down. Before the
+        topology serves they start in their order.
         """
-        blocking = []
-        for other, state in self._states.items():
-            is_earlier, is_later = other in self._after[name], name in self._after[other]
-            changes = state.word in ("starting", "terminating") and (is_earlier or is_later)
-            is_due = self.phase is Phase.STARTING and is_earlier and state.healthy_at is None
-            if changes or is_due:
-                blocking.append(other)
-        return blocking
+        found = []
+        for other in self._everyone.values():
+            is_earlier = other.spec.name in self.spec.after
+            changes = other.state in ("starting", "terminating")
+            is_due = is_earlier and not self.serving and other.state != "up"
+            if is_due or (changes and (is_earlier or self.spec.name in other.spec.after)):
+                found.append(other.spec.name)
+        return found
+
+    async def keep(self) -> None:
+        """Start the process, and again whenever it has ended; never returns.
+
+        Raises:
+            LaunchError: It has ended, or was not healthy in time, before the topology serves.
+        """
+        name, deaths = self.spec.name, 0
+        while True:
+            while self.blocking():
+                await asyncio.sleep(STEP_S)
+            self.state = "starting"
+            how, healthy_s = await self._run_once()
+            self.state = "waiting"
+            if not self.serving:
+                raise LaunchError(f"{name} {how}")
+            if healthy_s >= FORGIVEN_AFTER_S:
+                deaths = 0
+            delay_s = min(FIRST_PAUSE_S * 2.0 ** min(deaths, 63), LONGEST_PAUSE_S)
+            deaths += 1
+            fields = {"instance": name, "reason": how, "restart_in_s": delay_s}
+            self._say(Notice("exited", f"{name} {how}; restarting it in {delay_s:g} s", fields))
+            await asyncio.sleep(delay_s)
+
+    async def _run_once(self) -> tuple[str, float]:
+        """Return how a process has ended, as in ``was killed by SIGKILL``; how long it was well."""
+        self._healthy_at = self._silent_since = None
+        try:
+            child = self.child = self._start(self.spec)
+        except LaunchError as error:
+            # A death: there may be memory, room on the disk or its program again a little later.
+            return f"was not started: {error}", 0.0
+        self.starts += 1
+        watch = asyncio.create_task(self._watch(child))
+        try:
+            while child.exit_status() is None:
+                if watch.done():
+                    watch.result()
+                await asyncio.sleep(STEP_S)
+        finally:
+            watch.cancel()
+        self.state = "terminating"
+        how = child.ending()
+        until = _now() if self._silent_since is None else self._silent_since
+        healthy_s = 0.0 if self._healthy_at is None else until - self._healthy_at
+        await self._clean_up(child)
+        self.child = None
+        return how, healthy_s
+
+    async def _watch(self, child: Child) -> None:
+        """Wait until a process is healthy, and end one that is silent for too long."""
+        name, limit_s = self.spec.name, self._launch.startup_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while not await child.is_ready(timeout_s=_START_PROBE_TIMEOUT_S):
+                    await asyncio.sleep(_START_PROBE_EVERY_S)
+        except TimeoutError as error:
+            reason = f"is not healthy {limit_s:g} s after its start"
+            if not self.serving:
+                words = child.last_words()
+                text = f"{name} {reason} (launch.startup_timeout_s){words}"
+                raise LaunchError(text) from error
+            self._end(child, "killing", reason, signal.SIGKILL)
+            return
+        child.note_shared_memory()  # It may be killed before the next time.
+        self.state, self._healthy_at = "up", _now()
+        if self.serving:
+            self._say(Notice("recovered", f"{name} has recovered", {"instance": name}))
+        if not self._launch.hung_after_s:
+            return
+        silent_s = await self._silence(child)
+        self.state = "terminating"
+        reason = f"has not answered as it should for {silent_s:.0f} s (launch.hung_after_s)"
+        self._end(child, "terminating", reason, signal.SIGTERM)
+        await asyncio.sleep(self._launch.stop_grace_s)
+        reason = f"does not end within {self._launch.stop_grace_s:g} s"
+        self._end(child, "killing", reason, signal.SIGKILL)
+
+    async def _silence(self, child: Child) -> float:
+        """Return for how long a process has been silent, once that is too long."""
+        limit_s, missed = self._launch.hung_after_s, 0
+        while True:
+            begun = _now()
+            if await child.is_well(timeout_s=limit_s / HUNG_PROBES):
+                self._silent_since, missed = None, 0
+            else:
+                missed += 1
+                if self._silent_since is None:
+                    self._silent_since = begun
+                silent_s = _now() - self._silent_since
+                if missed >= HUNG_PROBES and silent_s >= limit_s:
+                    return silent_s
+            due = begun + min(PROBE_EVERY_S, limit_s / PROBES)
+            await asyncio.sleep(max(0.0, due - _now()))
+
+    def _end(self, child: Child, event: Event, reason: str, signum: signal.Signals) -> None:
+        name = self.spec.name
+        fields = {"instance": name, "reason": reason}
+        self._say(Notice(event, f"{name} {reason}; {event} it", fields))
+        child.send_signal(signum)
 
 
-def _end_of(event: Event, name: str, reason: str) -> Notice:
-    return Notice(event, f"{name} {reason}; {event} it", {"instance": name, "reason": reason})
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -19,9 +20,9 @@ from epd_portable.config.folders import cache_folder
 from epd_portable.errors import LaunchError
 from epd_portable.launch.environment import child_environ
 from epd_portable.launch.plan.processes import ProcessSpec
+from epd_portable.launch.run import sessions
 from epd_portable.launch.run.fronts import trusting
-from epd_portable.launch.run.logs import open_log, text_behind
-from epd_portable.launch.run.sessions import SHM
+from epd_portable.launch.run.logs import failure_line, open_log, text_behind
 
 _OF_ONE_ENGINE = ("PROMETHEUS_MULTIPROC_DIR", envs.EPD_METRICS_DIR.name)
 
@@ -57,7 +58,7 @@ class Child:
         if spec.shm_name:
             # If another user's file has that name, the instance says so.
             with contextlib.suppress(OSError):
-                (SHM / spec.shm_name).unlink(missing_ok=True)
+                (sessions.SHM / spec.shm_name).unlink(missing_ok=True)
         with open_log(self.log) as output, on_cores({core for rank in spec.cores for core in rank}):
             self._log_begin = output.tell()
             env = _environment(environ, spec.env, run_id)
@@ -79,35 +80,60 @@ class Child:
         """Return the exit status, negative for a signal, or ``None`` while it runs."""
         return self._process.poll()
 
-    def is_ready(self, *, timeout_s: float) -> bool:
-        """Return whether ``GET /health`` answers 200 in time."""
-        return self._health(timeout_s) == HTTPStatus.OK
+    def send_signal(self, signum: signal.Signals) -> None:
+        """Send a signal to the process, which may be gone already."""
+        sessions.send_signal(self.session, signum)
 
-    def is_well(self, *, timeout_s: float) -> bool:
+    def note_shared_memory(self) -> None:
+        """Note what its processes map, in case they are killed before they remove it."""
+        self.mapped |= sessions.mapped_files(sessions.members([self.session], None))
+
+    async def is_ready(self, *, timeout_s: float) -> bool:
+        """Return whether ``GET /health`` answers 200 in time."""
+        return await self._health(timeout_s) == HTTPStatus.OK
+
+    async def is_well(self, *, timeout_s: float) -> bool:
         """Return whether a process that was ready still answers ``GET /health`` as it should.
 
         A front that has no instance to use answers 503, and is well. For an engine its front
         answers, and 503 if the engine does not respond to it; the front's silence is no sign of it.
         """
         if urlsplit(self.spec.url).path:
-            status = self._health(timeout_s, f"?within_s={timeout_s / 2:g}")
+            status = await self._health(timeout_s, f"?within_s={timeout_s / 2:g}")
             return status != HTTPStatus.SERVICE_UNAVAILABLE
-        status = self._health(timeout_s)
+        status = await self._health(timeout_s)
         return status is not None if self.spec.role == "front" else status == HTTPStatus.OK
 
-    def _health(self, timeout_s: float, query: str = "") -> int | None:
+    async def _health(self, timeout_s: float, query: str = "") -> int | None:
         """Return the status of ``GET /health``; ``None`` without an answer in time."""
         url, cert_file = f"{self.spec.url}/health{query}", self.spec.tls_cert_file
         try:
             # Read each time: it may be renewed. Without one it is plain HTTP.
             verify = trusting(cert_file) if cert_file else False
-            return httpx.get(url, timeout=timeout_s, trust_env=False, verify=verify).status_code
-        except (httpx.HTTPError, OSError):
+            async with (
+                asyncio.timeout(timeout_s),
+                httpx.AsyncClient(timeout=None, trust_env=False, verify=verify) as client,
+            ):
+                return (await client.get(url)).status_code
+        except (httpx.HTTPError, OSError):  # A timeout is one of the latter.
             return None
 
     def output(self) -> str:
         """Return the end of what this start has written so far, at most 256 KiB."""
         return text_behind(self.log, self._log_begin)
+
+    def last_words(self) -> str:
+        """Return the line of its log that says best why it does not run, and the log's path."""
+        status = self.exit_status()
+        # The last line of a process that was killed has nothing to do with its end.
+        words = failure_line(self.output(), guess=status is None or status >= 0)
+        return f"{words and f': {words}'} (log: {self.log})"
+
+    def ending(self) -> str:
+        """Return how it has ended, with its last words."""
+        status = self.exit_status()
+        assert status is not None
+        return describe_exit(status) + self.last_words()
 
 
 @contextlib.contextmanager

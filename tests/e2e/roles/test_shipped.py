@@ -6,6 +6,7 @@ as users start it; the others are forked.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -74,7 +75,7 @@ class Served:
 
     def engines(self) -> list[dict[str, Any]]:
         """Return the front's view of all engines."""
-        return self.client().instances()
+        return asyncio.run(self.client().instances())
 
     def expected(self, content: Any) -> str:
         """Return the text of one process."""
@@ -232,11 +233,11 @@ def test_without_encoders_the_prefill_instance_encodes(served: Served) -> None:
     apart = 'epd_front_prefills_total{where="disaggregated"}'
     before, begin_s = served.counted(apart), time.monotonic()
     client = served.client()
-    client.request("POST", "/encode-0/drain")
-    wait_until(lambda: all(each["idle"] for each in client.instances()), "encode-0 is idle")
+    asyncio.run(client.request("POST", "/encode-0/drain"))
+    wait_until(lambda: all(each["idle"] for each in served.instances()), "encode-0 is idle")
     for content in ([picture(43), ASK], "How are you?"):
         assert_equal(ask(served.split.url, content), ask(served.reference_url, content))
-    client.request("POST", "/encode-0/resume")
+    asyncio.run(client.request("POST", "/encode-0/resume"))
     assert served.split.encoding(begin_s) == {"prefill-0"}
     assert served.counted(apart) == before + 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -259,7 +260,7 @@ def client_of(run: Run) -> FrontClient:
 
 def in_flight(run: Run) -> int:
     """Return how many requests engines work on."""
-    return sum(each["in_flight"] for each in client_of(run).instances())
+    return sum(each["in_flight"] for each in asyncio.run(client_of(run).instances()))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable
@@ -9,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from epd_portable.launch.run.fronts import FrontClient
-from tests.integration.launch.conftest import Asked, Run, client_of
+from tests.integration.launch.conftest import Asked, Run, client_of, in_flight
 
 
 def find(front: FrontClient, name: str) -> dict[str, Any]:
     """Return what a front reports of an instance; empty if it does not have it."""
-    return next((each for each in front.instances() if each["name"] == name), {})
+    return next((each for each in asyncio.run(front.instances()) if each["name"] == name), {})
 
 
 def test_instances_of_another_launcher_join_and_leave(
@@ -30,14 +31,14 @@ def test_instances_of_another_launcher_join_and_leave(
     # One that hangs, and is removed for that, joins again when it answers.
     pid = here.pid_of(name)
     os.kill(pid, signal.SIGSTOP)
-    front.request("DELETE", f"/{name}")
+    asyncio.run(front.request("DELETE", f"/{name}"))
     here.wait_for(f"{name}: front {url} has removed it")
     os.kill(pid, signal.SIGCONT)
     here.wait_for(f"{name} has joined {url}")
     # What it works on ends before it does.
     here.until(lambda: find(front, name)["state"] == "up", "it is up")
     asked = [Asked(there, 3.0) for _ in range(2)]
-    here.until(lambda: all(each["in_flight"] for each in front.instances()), "each has one")
+    here.until(lambda: in_flight(there) == 2, "each has one")
     here.stop()
     assert {each.ended()["pid"] for each in asked} == {pid, there.pid_of("pd-0")}
     assert f"{name} has left {url}" in here.all_lines()
@@ -72,7 +73,7 @@ def test_launcher_reports_a_refusal_that_can_heal_and_waits_for_it(
     here = launch({"pd-0": []}, joins=[url], secret=shared, until="still waiting for pd-0 (front ")
     taken = f"instance 'pd-0' is at http://127.0.0.1:{there.ports['pd-0']} and healthy"
     assert f"{taken}: take another" in here.lines[-1]
-    client_of(there).request("DELETE", "/pd-0")
+    asyncio.run(client_of(there).request("DELETE", "/pd-0"))
     here.wait_for("ready:")
     here.stop()
 
@@ -83,7 +84,7 @@ def test_instance_of_another_environment_joins_the_launchers_own_front(
     run = routed({"pd-0": [], "other-1": []}, apart=["other-1"], pauses_s=(0.2, 0.8))
     url = f"http://127.0.0.1:{run.ports['front']}"
     assert any(line.endswith(f"other-1 has joined {url}") for line in run.lines)
-    assert {each["name"] for each in client_of(run).instances()} == {"pd-0", "other-1"}
+    assert {each["name"] for each in asyncio.run(client_of(run).instances())} == {"pd-0", "other-1"}
     os.kill(run.pid_of("other-1"), signal.SIGKILL)
     run.wait_for("other-1 has recovered")
     os.kill(run.pid_of("front"), signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import secrets
@@ -186,13 +187,13 @@ def test_an_engine_that_does_not_respond_is_not_well_and_a_silent_front_says_not
         )
         until(lambda: None not in (alone.exit_status(), engine.exit_status()))
         silent, status = False, 500
-        assert not alone.is_well(timeout_s=DEADLINE_S)
+        assert not asyncio.run(alone.is_well(timeout_s=DEADLINE_S))
         status = 503
-        assert not alone.is_well(timeout_s=DEADLINE_S)
+        assert not asyncio.run(alone.is_well(timeout_s=DEADLINE_S))
         asked.clear()
-        assert not engine.is_well(timeout_s=DEADLINE_S)
+        assert not asyncio.run(engine.is_well(timeout_s=DEADLINE_S))
         silent = True
-        assert engine.is_well(timeout_s=0.5)
+        assert asyncio.run(engine.is_well(timeout_s=0.5))
     # The front answers while the launcher still listens.
     assert len(asked) == 2
     assert 0 < asked[0] < DEADLINE_S and 0 < asked[1] < 0.5

@@ -26,18 +26,18 @@ def test_one_engine_is_planned_whatever_the_counts(tmp_path: Path, role: Role) -
     assert {role: count for role, count in counts.items() if count} == {role: 1}
 
 
-def test_a_name_has_its_addresses_once_each_and_one_without_is_refused() -> None:
-    assert addresses_of("http://localhost:8000") == ["127.0.0.1"]
-    assert addresses_of("http://[::1]:8000") == ["::1"]
+async def test_a_name_has_its_addresses_once_each_and_one_without_is_refused() -> None:
+    assert await addresses_of("http://localhost:8000") == ["127.0.0.1"]
+    assert await addresses_of("http://[::1]:8000") == ["::1"]
     with pytest.raises(LaunchError, match=r"none\.invalid has no address"):
-        addresses_of("http://none.invalid:80")
+        await addresses_of("http://none.invalid:80")
 
 
-def test_addresses_of_version_six_are_for_names_without_others(
+async def test_addresses_of_version_six_are_for_names_without_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     four = [(socket.AF_INET, 1, 6, "", (each, 0)) for each in ("10.0.0.3", "10.0.0.2")]
     six = [(socket.AF_INET6, 1, 6, "", ("fd00::2", 0, 0, 0))]
     for found, wanted in ((six + four, ["10.0.0.2", "10.0.0.3"]), (six, ["fd00::2"])):
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, found=found, **__: found)
-        assert addresses_of("http://fronts:8000") == wanted
+        assert await addresses_of("http://fronts:8000") == wanted

@@ -1,205 +1,279 @@
-"""Histories of events and what the launcher decides about them."""
+"""Histories of processes, in a time of their own, and what the launcher does about them."""
 
 from __future__ import annotations
+
+import asyncio
+import heapq
+import signal
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import pytest
 
 from epd_portable.config.schema import Launch
+from epd_portable.errors import LaunchError
 from epd_portable.launch.notices import Notice
-from epd_portable.launch.run.lifecycle import (
-    Action,
-    Fail,
-    Lifecycle,
-    Phase,
-    ProcessOrder,
-)
+from epd_portable.launch.plan.processes import ProcessSpec
+from epd_portable.launch.run.lifecycle import Lifecycle
+from epd_portable.launch.run.process import Child
 
 LAUNCH = Launch(startup_timeout_s=100.0, stop_grace_s=15.0, hung_after_s=30.0)
-START, STOP = ProcessOrder("start", "encode-0"), ProcessOrder("stop", "encode-0")
-BACK = Notice("recovered", "encode-0 has recovered", {"instance": "encode-0"})
-PAIR = ["encode-0", "front"]
-# Two share a device, the decoder first; the front shares nothing.
-NEIGHBOURS = ["encode-0", "decode-0", "front"]
-AFTER = {"encode-0": ["decode-0"]}
+NEVER = float("inf")
+HUNG = "has not answered as it should for 30 s (launch.hung_after_s); terminating it"
 
 
-def new(names: list[str] = PAIR, *, launch: Launch = LAUNCH) -> Lifecycle:
-    return Lifecycle(names, launch, AFTER if names is NEIGHBOURS else {})
+class OwnTime(asyncio.SelectorEventLoop):
+    """A loop whose time goes on to the next timer where there is nothing else to do."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        own = cast(Any, self)
+        while own._scheduled and own._scheduled[0]._cancelled:
+            heapq.heappop(own._scheduled)._scheduled = False
+            own._timer_cancelled_count -= 1
+        if not own._ready and own._scheduled:
+            self.now = max(self.now, own._scheduled[0].when())
+        super()._run_once()  # type: ignore[misc]
 
 
-def serving(names: list[str] = PAIR, *, launch: Launch = LAUNCH) -> Lifecycle:
-    lifecycle = new(names, launch=launch)
-    lifecycle.start_all(0.0)
-    for name in sorted(names):
-        lifecycle.healthy(name, 0.0)
-    assert lifecycle.all_up()
-    lifecycle.phase = Phase.SERVING
-    return lifecycle
+def now() -> float:
+    return asyncio.get_running_loop().time()
 
 
-def in_state(lifecycle: Lifecycle, state: str) -> list[str]:
-    return [name for name, found in lifecycle.states().items() if found == state]
+@dataclass
+class Process:
+    """A process that needs 10 s until it is healthy; times are counted from its start.
+
+    Attributes:
+        ready_s: Until it is healthy.
+        dies_s: When it ends by itself.
+        silent: From when to when it does not respond.
+        deaf: Whether it does not end by SIGTERM.
+    """
+
+    ready_s: float = 10.0
+    dies_s: float = NEVER
+    silent: tuple[float, float] = (NEVER, NEVER)
+    deaf: bool = False
+    begun: float = field(default_factory=now)
+    status: int | None = None
+
+    @property
+    def age_s(self) -> float:
+        return now() - self.begun
+
+    def exit_status(self) -> int | None:
+        return 1 if self.age_s >= self.dies_s else self.status
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        if not (self.deaf and signum == signal.SIGTERM):
+            self.status = -signum
+
+    async def is_ready(self, *, timeout_s: float) -> bool:
+        return self.age_s >= self.ready_s
+
+    async def is_well(self, *, timeout_s: float) -> bool:
+        begin, end = self.silent
+        if begin <= self.age_s < end:
+            await asyncio.sleep(min(timeout_s, end - self.age_s))
+        return not begin <= self.age_s < end
+
+    def note_shared_memory(self) -> None:
+        pass
+
+    def ending(self) -> str:
+        return "died" if self.status is None else f"was ended by {-self.status}"
+
+    def last_words(self) -> str:
+        return ": last words"
 
 
-def said(actions: list[Action]) -> list[str]:
-    """Return the texts of notices, and orders with their names."""
-    return [
-        f"{each.what} {each.name}" if isinstance(each, ProcessOrder) else each.text
-        for each in actions
+class Topology:
+    """Processes that each start by the next of their histories, and then by the last one again."""
+
+    def __init__(
+        self,
+        histories: Mapping[str, list[Callable[[], Process]]],
+        after: Mapping[str, tuple[str, ...]] | None = None,
+        launch: Launch = LAUNCH,
+    ) -> None:
+        self.said: list[tuple[float, str]] = []
+        self.all: dict[str, Lifecycle] = {}
+        self._histories = histories
+        for name in histories:
+            spec = ProcessSpec(
+                name=name,
+                role="encode",
+                argv=(),
+                env={},
+                url="",
+                ports={},
+                after=(after or {}).get(name, ()),
+            )
+            self.all[name] = Lifecycle(
+                spec, launch, self.all, start=self._start, clean_up=self._clean_up, say=self._say
+            )
+
+    def _start(self, spec: ProcessSpec) -> Child:
+        left = self._histories[spec.name]
+        self.said.append((round(now(), 1), f"start {spec.name}"))
+        return cast(Child, (left.pop(0) if len(left) > 1 else left[0])())
+
+    async def _clean_up(self, child: Child) -> None:
+        pass
+
+    def _say(self, notice: Notice) -> None:
+        self.said.append((round(now(), 1), notice.text))
+
+    async def _follow(self, until: float) -> None:
+        tasks = [asyncio.ensure_future(each.keep()) for each in self.all.values()]
+        try:
+            while now() < until:
+                if all(each.state == "up" for each in self.all.values()):
+                    for each in self.all.values():
+                        each.serving = True
+                ended, _ = await asyncio.wait(
+                    tasks, timeout=0.1, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in ended:
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def run(self, until: float) -> list[str]:
+        """Return what is started and reported until then."""
+        in_own_time(self._follow(until))
+        return [text for _, text in self.said]
+
+
+def in_own_time(work: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=OwnTime) as runner:
+        runner.run(work)
+
+
+def pauses(said: list[str]) -> list[str]:
+    return [text.rpartition(" in ")[2] for text in said if "restarting" in text]
+
+
+def test_death_before_all_are_up_ends_the_start() -> None:
+    slow, dies = Process, lambda: Process(ready_s=1.0, dies_s=5.0)
+    with pytest.raises(LaunchError, match="front died"):
+        Topology({"encode-0": [slow], "front": [dies]}).run(50.0)
+
+
+def test_start_without_health_ends_with_its_last_words() -> None:
+    text = r"x is not healthy 100 s after its start \(launch\.startup_timeout_s\): last words"
+    with pytest.raises(LaunchError, match=text):
+        Topology({"x": [lambda: Process(ready_s=NEVER)]}).run(200.0)
+
+
+def test_pause_doubles_up_to_its_limit_while_a_process_keeps_dying() -> None:
+    found = pauses(Topology({"x": [lambda: Process(dies_s=12.0)]}).run(200.0))
+    assert found[:7] == ["1 s", "2 s", "4 s", "8 s", "16 s", "30 s", "30 s"]
+
+
+def test_deaths_are_forgiven_after_a_long_health() -> None:
+    short, long = (lambda: Process(dies_s=12.0)), (lambda: Process(dies_s=75.0))
+    found = pauses(Topology({"x": [short, short, long, short, Process]}).run(200.0))
+    assert found == ["1 s", "2 s", "1 s", "2 s"]
+
+
+def test_restart_that_hangs_is_killed_once_and_tried_again() -> None:
+    stuck = lambda: Process(ready_s=NEVER)  # noqa: E731
+    said = Topology({"x": [lambda: Process(dies_s=12.0), stuck, Process]}).run(200.0)
+    assert said[2:] == [
+        "start x",
+        "x is not healthy 100 s after its start; killing it",
+        "x was ended by 9; restarting it in 2 s",
+        "start x",
+        "x has recovered",
     ]
 
 
-def restart_delay(lifecycle: Lifecycle, now: float) -> float:
-    """Let the encoder die at ``now``; return the pause before its restart."""
-    lifecycle.exited("encode-0", "died", now)
-    steps = (step / 4 for step in range(200))
-    return next(delay for delay in steps if START in lifecycle.tick(now + delay))
-
-
-def hung(lifecycle: Lifecycle, since: float) -> float:
-    """Let the encoder miss a probe every 10 s until it is asked to end; return when it is."""
-    for now in (since + 10.0 * step for step in range(1, 100)):
-        if STOP in lifecycle.silent("encode-0", now - 10.0, now):
-            return now
-    raise AssertionError("it never was")
-
-
-def test_a_death_at_start_ends_everything_even_after_it_was_healthy() -> None:
-    lifecycle = new()
-    lifecycle.start_all(0.0)
-    lifecycle.healthy("front", 1.0)
-    assert lifecycle.exited("front", "exited", 2.0) == [Fail("front", "exited")]
-    assert lifecycle.phase is Phase.FAILED
-
-
-def test_the_pause_doubles_up_to_its_limit_for_each_that_keeps_dying() -> None:
-    lifecycle = serving()
-    delays = [restart_delay(lifecycle, now) for now in (0.0, 5.0, 10.0, 20.0, 30.0, 50.0, 90.0)]
-    assert delays == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    assert said(lifecycle.exited("front", "died", 200.0)) == ["front died; restarting it in 1 s"]
-    for step in range(2000):
-        assert lifecycle.exited("encode-0", "died", 200.0 + step), "it overflows"
-
-
-def test_a_process_that_was_healthy_for_long_has_its_deaths_forgiven() -> None:
-    lifecycle = serving()
-    assert restart_delay(lifecycle, 10.0) == 1.0
-    lifecycle.healthy("encode-0", 20.0)
-    assert restart_delay(lifecycle, 79.0) == 2.0
-    lifecycle.healthy("encode-0", 90.0)
-    assert restart_delay(lifecycle, 150.0) == 1.0
-
-
-def test_a_restart_that_hangs_is_ended_once_and_tried_again() -> None:
-    lifecycle = serving()
-    restart_delay(lifecycle, 10.0)
-    assert said(lifecycle.tick(111.0)) == [
-        "encode-0 is not healthy 100 s after its start; killing it",
-        "kill encode-0",
-    ]
-    assert lifecycle.tick(112.0) == []
-    assert restart_delay(lifecycle, 113.0) == 2.0
-
-
-def test_one_that_is_silent_for_long_is_asked_to_end_then_killed_then_started_again() -> None:
-    lifecycle = serving()
-    assert lifecycle.silent("encode-0", 100.0, 110.0) == []
-    assert lifecycle.silent("encode-0", 110.0, 120.0) == []
-    assert in_state(lifecycle, "up") == PAIR
-    assert said(lifecycle.silent("encode-0", 120.0, 130.0)) == [
-        "encode-0 has not answered as it should for 30 s (launch.hung_after_s); terminating it",
-        "stop encode-0",
-    ]
-    assert in_state(lifecycle, "up") == ["front"]
-    assert lifecycle.silent("encode-0", 130.0, 140.0) == [], "it was asked to end"
-    assert lifecycle.tick(144.9) == []
-    assert said(lifecycle.tick(145.0)) == [
-        "encode-0 does not end within 15 s; killing it",
-        "kill encode-0",
-    ]
-    assert lifecycle.tick(200.0) == []
-    assert restart_delay(lifecycle, 200.0) == 1.0
-    assert in_state(lifecycle, "starting") == ["encode-0"]
-    for now in (210.0, 240.0, 280.0):
-        assert lifecycle.silent("encode-0", now, now + 40.0) == [], "it is not up"
-
-
-def test_an_answer_ends_a_silence_however_late_it_comes() -> None:
-    lifecycle = serving()
-    for now in (100.0, 200.0, 300.0):
-        assert lifecycle.silent("encode-0", now - 50.0, now) == []
-        assert lifecycle.silent("encode-0", now, now + 25.0) == []
-        assert lifecycle.healthy("encode-0", now + 40.0) == []
-    assert hung(lifecycle, 1000.0) == 1030.0
+@pytest.mark.parametrize("deaf", [False, True], ids=["ends", "deaf"])
+def test_silent_process_is_ended_then_killed_then_started_again(deaf: bool) -> None:
+    ill = lambda: Process(silent=(20.0, NEVER), deaf=deaf)  # noqa: E731
+    topology = Topology({"x": [ill, Process]})
+    said = topology.run(200.0)
+    killed = ["x does not end within 15 s; killing it"] if deaf else []
+    how = f"x was ended by {9 if deaf else 15}; restarting it in 1 s"
+    assert said == ["start x", f"x {HUNG}", *killed, how, "start x", "x has recovered"]
+    times = {text: time for time, text in topology.said}
+    assert 50.0 <= times[f"x {HUNG}"] <= 62.0
+    if deaf:
+        assert times[killed[0]] - times[f"x {HUNG}"] == pytest.approx(15.0, abs=0.2)
 
 
 @pytest.mark.parametrize(
-    ("probes", "hung_after_s"),
-    [
-        # The launcher itself may have been stopped for a while.
-        ([(100.0, 900.0), (900.0, 910.0)], 30.0),
-        ([(now / 10, now / 10) for now in range(1000, 1300)], 30.0),
-        ([(now, now + 10.0) for now in range(0, 1000, 10)], 0.0),
-    ],
-    ids=["few that took long", "many within a short time", "no limit"],
+    ("silent", "hung_after_s"),
+    [((20.0, 48.0), 30.0), ((20.0, NEVER), 0.0)],
+    ids=["a late response", "no limit"],
 )
-def test_what_is_no_silence(probes: list[tuple[float, float]], hung_after_s: float) -> None:
-    lifecycle = serving(launch=LAUNCH.model_copy(update={"hung_after_s": hung_after_s}))
-    assert not any(lifecycle.silent("encode-0", asked, now) for asked, now in probes)
+def test_process_goes_on_where_its_silence_is_no_fault(
+    silent: tuple[float, float], hung_after_s: float
+) -> None:
+    launch = LAUNCH.model_copy(update={"hung_after_s": hung_after_s})
+    topology = Topology({"x": [lambda: Process(silent=silent)]}, launch=launch)
+    assert topology.run(500.0) == ["start x"]
 
 
-def test_the_time_of_a_silence_is_not_counted_as_healthy() -> None:
+def test_one_long_probe_is_no_silence() -> None:
+    """The launcher itself may have been stopped for a while."""
+
+    class Stopped(Process):
+        async def is_well(self, *, timeout_s: float) -> bool:
+            if 20.0 < self.age_s < 30.0:
+                await asyncio.sleep(500.0)
+                return False
+            return True
+
+    assert Topology({"x": [Stopped]}).run(1000.0) == ["start x"]
+
+
+def test_time_of_a_silence_is_not_counted_as_healthy() -> None:
     """One that hangs at once after each start is started again ever later."""
-    lifecycle = serving()
-    now = 0.0
-    for delay in (1.0, 2.0, 4.0, 8.0):
-        now = hung(lifecycle, now + 10.0) + 1000.0
-        assert restart_delay(lifecycle, now) == delay
-        lifecycle.healthy("encode-0", now + 10.0)
+    launch = LAUNCH.model_copy(update={"hung_after_s": 300.0})
+    topology = Topology({"x": [lambda: Process(silent=(20.0, NEVER))]}, launch=launch)
+    assert pauses(topology.run(2000.0))[:4] == ["1 s", "2 s", "4 s", "8 s"]
+
+
+AFTER = {"encode-0": ("decode-0",)}
+"""Two share a device, the decoder first; the front shares nothing."""
 
 
 def test_neighbours_start_one_after_the_other_in_their_order() -> None:
-    lifecycle = new(NEIGHBOURS)
-    assert lifecycle.start_all(0.0) == [
-        ProcessOrder("start", "decode-0"),
-        ProcessOrder("start", "front"),
-    ]
-    assert lifecycle.waiting() == {"encode-0": ["decode-0"]}
-    assert lifecycle.healthy("front", 1.0) == []
-    assert lifecycle.tick(99.0) == []
-    assert lifecycle.healthy("decode-0", 99.0) == [START]
-    assert lifecycle.waiting() == {}
-    assert not lifecycle.all_up()
-    assert lifecycle.tick(150.0) == [], "its time counts from its own start"
-    assert lifecycle.healthy("encode-0", 160.0) == []
-    assert lifecycle.all_up()
+    slow = lambda: Process(ready_s=60.0)  # noqa: E731
+    topology = Topology({"encode-0": [slow], "decode-0": [slow], "front": [Process]}, AFTER)
+    assert topology.run(50.0) == ["start decode-0", "start front"]
+    assert topology.all["encode-0"].blocking() == ["decode-0"]
+    topology = Topology({"encode-0": [slow], "decode-0": [slow], "front": [Process]}, AFTER)
+    assert topology.run(150.0)[2:] == ["start encode-0"]
+    assert topology.said[2][0] == pytest.approx(60.0, abs=0.7)
+    assert {each.state for each in topology.all.values()} == {"up"}
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["it is healthy", "it dies again"])
-def test_neighbours_that_died_together_start_again_one_at_a_time_in_either_order(
-    again: bool,
-) -> None:
-    lifecycle = serving(NEIGHBOURS)
-    lifecycle.exited("encode-0", "died", 10.0)
-    lifecycle.exited("decode-0", "died", 10.5)
-    assert lifecycle.tick(11.0) == [START]
-    assert lifecycle.tick(12.0) == []
-    assert lifecycle.waiting() == {"decode-0": ["encode-0"]}
-    if again:
-        assert said(lifecycle.exited("encode-0", "died", 12.0))[1:] == ["start decode-0"]
-        assert lifecycle.tick(30.0) == []
-    else:
-        assert lifecycle.healthy("encode-0", 20.0) == [BACK, ProcessOrder("start", "decode-0")]
+def test_neighbours_that_died_together_start_again_one_at_a_time() -> None:
+    first, second = (lambda: Process(dies_s=50.0)), (lambda: Process(dies_s=39.5))
+    topology = Topology({"encode-0": [second, Process], "decode-0": [first, Process]}, AFTER)
+    topology.run(100.0)
+    starts = {text: time for time, text in topology.said if text.startswith("start")}
+    assert abs(starts["start decode-0"] - starts["start encode-0"]) == pytest.approx(10.0, abs=0.7)
 
 
-def test_nothing_starts_while_a_neighbour_is_being_ended() -> None:
-    lifecycle = serving(NEIGHBOURS)
-    for asked_at in (0.0, 10.0):
-        lifecycle.silent("decode-0", asked_at, asked_at + 10.0)
-    lifecycle.exited("encode-0", "died", 29.5)
-    assert ProcessOrder("stop", "decode-0") in lifecycle.silent("decode-0", 20.0, 30.0)
-    assert lifecycle.tick(31.0) == []
-    assert START in lifecycle.exited("decode-0", "exited with status 0", 32.0)
-    assert lifecycle.tick(34.0) == []
-    assert lifecycle.waiting() == {"decode-0": ["encode-0"]}
-    assert ProcessOrder("start", "decode-0") in lifecycle.healthy("encode-0", 35.0)
+def test_nothing_starts_while_a_neighbour_is_ended() -> None:
+    ill = lambda: Process(silent=(30.0, NEVER), deaf=True)  # noqa: E731
+    dies = lambda: Process(dies_s=52.0)  # noqa: E731
+    topology = Topology({"encode-0": [dies, Process], "decode-0": [ill, Process]}, AFTER)
+    topology.run(150.0)
+    times = {text: time for time, text in topology.said}
+    asked = times[f"decode-0 {HUNG}"]
+    assert asked < times["encode-0 died; restarting it in 1 s"] < asked + 15.0
+    assert times["start encode-0"] >= asked + 15.0
+    assert times["start decode-0"] >= times["start encode-0"] + 10.0
