@@ -113,13 +113,16 @@ class Server:
             LaunchError: It ended, or was not ready in time; the message ends with its last lines.
         """
         deadline_s = time.monotonic() + _START_TIMEOUT_S
-        seen = 0
-        with httpx.Client(timeout=2.0, trust_env=False) as client:
+        rest = ""
+        with (
+            httpx.Client(timeout=2.0, trust_env=False) as client,
+            self.log.open(encoding="utf-8", errors="replace") as log,
+        ):
+            log.seek(self._log_begin)
             while time.monotonic() < deadline_s:
-                lines = text_behind(self.log, self._log_begin).split("\n")[:-1]
-                for line in lines[seen:]:
+                *lines, rest = (rest + log.read()).split("\n")
+                for line in lines:
                     self.report(line)
-                seen = len(lines)
                 if self._process.poll() is not None:
                     raise LaunchError(f"{self.name} ended at start:\n{self._last_lines()}")
                 if self.ready:

@@ -1,4 +1,4 @@
-"""One process of a run, from start to start: its states are the order of the code.
+"""A process of a run, from start to start: its states are the order of the code.
 
 While the topology starts, the first death ends it. While it serves, a death is followed by a
 restart after a pause that doubles up to a limit. A process that lives and is silent for too long is
@@ -36,7 +36,7 @@ _START_PROBE_TIMEOUT_S = 1.0
 
 
 class Lifecycle:
-    """Keeps one process running.
+    """Keeper of one process: starts it, watches it, and starts it again when it has ended.
 
     Args:
         everyone: All processes of the run, by their names.

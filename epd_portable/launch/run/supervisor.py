@@ -31,12 +31,12 @@ NOTE_EVERY_S = 3.0
 _ANSWER_S = 1.0
 _ORPHAN_GRACE_S = 1.0
 DRAIN_MARGIN_S = 5.0
-"""What a front may take longer than its own grace, to close what is left."""
+"""Time of a front beyond its own grace, to close what is left."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Supervisor:
-    """One run of a plan in the foreground.
+    """Run of a plan in the foreground.
 
     Args:
         drain_s: How long open requests may go on at a stop.
@@ -149,7 +149,7 @@ class Supervisor:
                 following.result()
 
     async def _look_after(self) -> None:
-        """Report what a start waits for, and keep the record and the guard; never returns."""
+        """Report the progress of a start, and keep the record and the guard; never returns."""
         progress, note_at = Progress(started_at=self._started_s), 0.0
         while True:
             if time.monotonic() >= note_at:
