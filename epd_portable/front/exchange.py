@@ -23,11 +23,6 @@ from vllm.v1.engine import EngineCoreRequest
 from epd_portable.errors import RequestError
 from epd_portable.placement.admission import AdmissionControl, QueuedRequest
 from epd_portable.placement.instances import EndpointPool, Instance
-from epd_portable.placement.profiles.selection_types import (
-    EXPLAIN_HEADER,
-    Decision,
-    Explanation,
-)
 from epd_portable.responses import RETRY_AFTER_S
 from epd_portable.vllm_plugin import compat
 from epd_portable.wire.params import OutputSample
@@ -140,7 +135,6 @@ class FrontExchange:
         model: Name that the client asks for.
         session: Name of the client's conversation; or empty.
         hints: Engines that a trusted gateway names; ``None`` for clients.
-        explanation: Collects decisions, if the client wants them.
         samples: Samples of its items' encoder outputs, with the engine that took each, by the
             item's name; ``None`` if nothing wants them.
     """
@@ -164,13 +158,7 @@ class FrontExchange:
     model: str = ""
     session: str = ""
     hints: Hints | None = None
-    explanation: Explanation | None = None
     samples: dict[str, tuple[str, OutputSample]] | None = None
-
-    def explain(self, decision: Decision) -> None:
-        """Record a decision, if the client wants it."""
-        if self.explanation is not None:
-            self.explanation.decisions.append(decision)
 
     def of_response(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield further headers of the response."""
@@ -178,8 +166,6 @@ class FrontExchange:
             yield name.encode(), value.encode("latin-1", "replace")
 
     def _of_response(self) -> Iterator[tuple[str, str]]:
-        if self.explanation is not None:
-            yield EXPLAIN_HEADER, self.explanation.text()
         if self.left_out:
             yield LEFT_OUT, str(len(self.left_out))
         if self.hints is None:

@@ -34,9 +34,7 @@ from epd_portable.log import access_log
 from epd_portable.media.limits import check_settings
 from epd_portable.placement.instances import EngineSettings, InstanceState
 from epd_portable.placement.profiles.selection_types import (
-    EXPLAIN_HEADER,
     SESSION_HEADER,
-    Explanation,
 )
 from epd_portable.responses import RETRY_AFTER_S, body_timeout, error_reply
 from epd_portable.vllm_plugin import media_bounds
@@ -283,7 +281,7 @@ class FrontMiddleware:
             if held is not None:
                 start, held, one.begun = held, None, True
                 one.first_at = time.monotonic()
-                if one.hints or one.explanation or one.left_out:
+                if one.hints or one.left_out:
                     start["headers"] = [*start["headers"], *one.of_response()]
                 await send(start)
             one.nbytes_out += len(message.get("body", b""))
@@ -369,8 +367,6 @@ class FrontMiddleware:
         assert self._client is not None
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
         one.session = headers.get(SESSION_HEADER, "")
-        if self._keys is not None and headers.get(EXPLAIN_HEADER) == "1":
-            one.explanation = Explanation()
         keys = self._client.gateway_keys
         if keys is not None and KEY in headers:
             try:

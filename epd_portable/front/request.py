@@ -325,14 +325,13 @@ class EngineChoices:
         """Record that an encoder gets an item's job, or that the job failed."""
 
     def record(self, decision: Decision) -> None:
-        """Explain a decision, where that is wanted."""
-        self.one.exchange.explain(decision)
+        """Log a decision, where that is wanted."""
         logger.debug("request %s: %s", self.one.core.request_id, json.dumps(decision.shown()))
 
     @property
     def explains(self) -> bool:
         """Return whether decisions are recorded."""
-        return self.one.exchange.explanation is not None or logger.isEnabledFor(logging.DEBUG)
+        return logger.isEnabledFor(logging.DEBUG)
 
     def _nearest(self, duty: Stage, exclude: Collection[str] = ()) -> Instance | None:
         """Return who has the most of a prompt's beginning, unless others are much less busy."""
@@ -514,7 +513,7 @@ class _ByHeaders(EngineChoices):
         exclude: Collection[str],
         item: FrontItem | None = None,
     ) -> bool:
-        """Return whether a named engine can have it, and explain that."""
+        """Return whether a named engine can have it, and log that."""
         fits = named.health.usable and named.name not in exclude
         decision = Decision(stage=stage, item=item.item_uuid if item else "", header=header)
         if fits:
@@ -532,7 +531,7 @@ class _ByHeaders(EngineChoices):
         item: FrontItem,
         exclude: Collection[str],
     ) -> Instance | None:
-        """Return the engine of some that should encode an item, and explain it."""
+        """Return the engine of some that should encode an item, and log why."""
         key = item.item_uuid
         if self._hints.cache_key:
             key = f"{self._hints.cache_key}/{self._places.get(key, key)}"

@@ -5,9 +5,6 @@ A profile chooses for one stage: filters, then scorers, then a picker.
 
 from __future__ import annotations
 
-import logging
-import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add
@@ -27,6 +24,7 @@ from epd_portable.placement.profiles.scorers import (
 )
 from epd_portable.placement.profiles.selection_types import (
     Candidate,
+    Candidates,
     Decider,
     Decision,
     Filter,
@@ -36,10 +34,6 @@ from epd_portable.placement.profiles.selection_types import (
     Stage,
 )
 
-logger = logging.getLogger(__name__)
-
-LOG_EVERY_S = 60.0
-"""A plug-in that fails is logged no more often than this."""
 STAGES: tuple[Stage, ...] = ("decode", "encode", "prefill")
 BLOCK_TOKENS = 64
 MOST_BLOCKS = 2048
@@ -48,36 +42,20 @@ T = TypeVar("T")
 C = TypeVar("C", bound=Candidate)
 
 
-class PluginFailures(dict[str, float]):
-    """Times at which each failed plug-in of one place may be logged again."""
-
-    def log(self, where: str, name: str, error: Exception) -> None:
-        """Log that a plug-in has failed, unless that was logged within `LOG_EVERY_S`."""
-        now = time.monotonic()
-        if now >= self.get(name, -math.inf):
-            self[name] = now + LOG_EVERY_S
-            message = "%s: plug-in %s has failed and is left out of a choice: %r"
-            logger.error(message, where, name, error)
-
-
 @dataclass(slots=True)
 class Profile:
     """Chooses for one stage.
 
-    A plug-in that raises, or answers what it should not, is left out of that choice, and the log
-    says so: one wrong line in a plug-in stops no request. What built-in ones answer is not checked.
-
     Attributes:
         filters: By name, in their order.
         scorers: By name, with their weights.
-        picker: Its name and itself; by default the best one is picked.
+        picker: By default the best one is picked.
     """
 
     name: str
     filters: Mapping[str, Filter]
     scorers: Mapping[str, tuple[Scorer, float]]
-    picker: tuple[str, ScorePicker] = ("max-score-picker", MaxScorePicker())
-    _failures: PluginFailures = field(default_factory=PluginFailures, init=False)
+    picker: ScorePicker = field(default_factory=MaxScorePicker)
 
     def choose(
         self, request: SelectionRequest, candidates: Sequence[C], decision: Decision | None = None
@@ -97,68 +75,28 @@ class Profile:
         left = candidates
         for name, one in self.filters.items():
             if left:
-                left = self._filtered(name, one, request, left)
+                left = cast("Sequence[C]", one.keep(request, left))
                 decision.filters[name] = len(left)
         if not left:
             decision.reason = "no instance is left" if candidates else "there is no instance"
             return None
         totals = self._scored(request, left, decision)
-        chosen = self._picked(request, left, totals)
+        chosen = cast("C", self.picker.pick(request, left, totals))
         if is_explained:
             decision.totals = {each.name: one for each, one in zip(left, totals, strict=True)}
             decision.winner = chosen.name
         return chosen
 
-    def _filtered(
-        self, name: str, one: Filter, request: SelectionRequest, candidates: Sequence[C]
-    ) -> Sequence[C]:
-        try:
-            kept = one.keep(request, candidates)
-            if isinstance(one, Parameters):
-                return cast("Sequence[C]", kept)
-            names = {each.name for each in kept}
-        except Exception as error:
-            self._failures.log(f"profile {self.name}", name, error)
-            return candidates
-        return [each for each in candidates if each.name in names]
-
     def _scored(
-        self, request: SelectionRequest, candidates: Sequence[C], decision: Decision
+        self, request: SelectionRequest, candidates: Candidates, decision: Decision
     ) -> list[float]:
         totals = [0.0] * len(candidates)
         for name, (one, weight) in self.scorers.items():
-            try:
-                scores = one.score(request, candidates)
-                if not isinstance(one, Parameters):
-                    scores = _checked(scores, len(candidates))
-            except Exception as error:
-                self._failures.log(f"profile {self.name}", name, error)
-                continue
+            scores = one.score(request, candidates)
             weighted = [*scores] if weight == 1 else [weight * score for score in scores]
             decision.scores[name] = weighted
             totals = [*map(add, totals, weighted)]
         return totals
-
-    def _picked(self, request: SelectionRequest, candidates: Sequence[C], totals: list[float]) -> C:
-        name, picker = self.picker
-        try:
-            chosen = picker.pick(request, candidates, totals)
-            return next(each for each in candidates if each is chosen)
-        except Exception as error:
-            self._failures.log(f"profile {self.name}", name, error)
-            return candidates[max(range(len(totals)), key=totals.__getitem__)]
-
-
-def _checked(scores: Sequence[float], count: int) -> list[float]:
-    """Return scores between 0 and 1.
-
-    Raises:
-        ValueError: They are no numbers, or not so many.
-    """
-    found = [float(score) for score in scores]
-    if len(found) != count or not all(map(math.isfinite, found)):
-        raise ValueError(f"answered {found[:8]!r} for {count} candidates")
-    return [min(max(score, 0.0), 1.0) for score in found]
 
 
 class Policy:
@@ -204,7 +142,6 @@ class Policy:
             for stage in STAGES[1:]
             if (name := self._handler.decider_of(stage))
         }
-        self._failures = PluginFailures()
 
         prefixes = self._made(PrefixCache)
         self.block_tokens = _first((each.block_tokens for each in prefixes), BLOCK_TOKENS)
@@ -231,26 +168,18 @@ class Policy:
         return profile.choose(request, candidates, decision)
 
     def why_together(self, request: SelectionRequest, decode: Candidate | None) -> str:
-        """Return why a stage gets no instance of its own; empty if it does.
-
-        It does not, if the decider raises.
-        """
+        """Return why a stage gets no instance of its own; empty if it does."""
         stage = request.stage
         name = self._handler.decider_of(stage)
         if not name:
             disaggregates = name is None and stage in self.stages
             return "" if disaggregates else "the handler decides so"
-        try:
-            disaggregates = self._deciders[stage].disaggregate(request, decode)
-        except Exception as error:
-            self._failures.log("deciders", name, error)
-            return f"{name} has failed"
+        disaggregates = self._deciders[stage].disaggregate(request, decode)
         return "" if disaggregates else f"{name} decides so"
 
     def _wanted(self, what: str) -> bool:
-        """Return whether a plug-in wants something; a user's does, unless it says otherwise."""
-        each = self._plugins.values()
-        return any(getattr(one, what, not isinstance(one, Parameters)) for one in each)
+        """Return whether a plug-in wants something."""
+        return any(getattr(one, what, False) for one in self._plugins.values())
 
     def _made(self, kind: type[T]) -> list[T]:
         return [each for each in self._plugins.values() if isinstance(each, kind)]
@@ -276,7 +205,7 @@ class Policy:
                 )
         if len(pickers) > 1:
             raise ConfigError(f"{where} has two pickers, {' and '.join(pickers)}: keep one")
-        return Profile(section.name, filters, scorers, *pickers.items())
+        return Profile(section.name, filters, scorers, *pickers.values())
 
     def _named(self, name: str, where: str) -> object:
         if name not in self._plugins:
@@ -317,13 +246,13 @@ class Policy:
         return one
 
 
-def _without_effect(section: ChoiceSection, plugins: Mapping[str, object]) -> Iterable[str]:
+def _without_effect(section: ChoiceSection, plugins: Mapping[str, Parameters]) -> Iterable[str]:
     for name in ELSEWHERE:
         if getattr(section, name) not in (None, [], {}):
             yield f"{name} has no effect here"
     for each in section.plugins:
         one = plugins[each.known_as]
-        if isinstance(one, Parameters) and (ignored := one.ignored(each.parameters or ())):
+        if ignored := one.ignored(each.parameters or ()):
             have = "have" if len(ignored) > 1 else "has"
             yield f"plug-in {each.known_as}: {', '.join(ignored)} {have} no effect here"
         if each.type in REDUCED:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -20,13 +19,8 @@ ROLE_LABEL = roles.ROLE_LABEL
 
 SESSION_HEADER = "x-session-id"
 """Names a session: its requests go to the same instance or front while it has capacity."""
-EXPLAIN_HEADER = "x-epd-explain"
-"""A client's ``x-epd-explain: 1`` is answered under the same name."""
-MAX_EXPLANATION_BYTES = 6000
-"""Most bytes of the explanation: a header line that every client accepts."""
-_LEFT_OUT_BYTES = 40
 MOST_SHOWN = 16
-"""Instances of one decision that are explained; the best ones."""
+"""Instances of one decision that are logged; the best ones."""
 
 
 # What is asked, and among whom.
@@ -224,30 +218,3 @@ class Decision:
             "reason": self.reason,
         }
         return {name: value for name, value in said.items() if value or name == "winner"}
-
-
-class Explanation:
-    """All decisions for one request, in their order."""
-
-    def __init__(self) -> None:
-        self.decisions: list[Decision] = []
-
-    def text(self) -> str:
-        """Return all of it as JSON in ASCII; of too much, scores are left out, then decisions."""
-        whole = [each.shown() for each in self.decisions]
-        if len(text := _compact(whole)) <= MAX_EXPLANATION_BYTES:
-            return text
-        kept: list[object] = []
-        left_bytes = MAX_EXPLANATION_BYTES - _LEFT_OUT_BYTES
-        for each in whole:
-            each.pop("scores", None)
-            left_bytes -= len(_compact(each)) + 1
-            if left_bytes < 0:
-                kept.append({"left_out": len(whole) - len(kept)})
-                break
-            kept.append(each)
-        return _compact(kept)
-
-
-def _compact(shown: object) -> str:
-    return json.dumps(shown, separators=(",", ":"))

@@ -234,7 +234,7 @@ def test_without_encoders_the_prefill_instance_encodes(served: Served) -> None:
     before, begin_s = served.counted(apart), time.monotonic()
     client = served.client()
     asyncio.run(client.request("POST", "/encode-0/drain"))
-    wait_until(lambda: all(each["idle"] for each in served.instances()), "encode-0 is idle")
+    wait_until(lambda: all(each["idle"] for each in served.engines()), "encode-0 is idle")
     for content in ([picture(43), ASK], "How are you?"):
         assert_equal(ask(served.split.url, content), ask(served.reference_url, content))
     asyncio.run(client.request("POST", "/encode-0/resume"))

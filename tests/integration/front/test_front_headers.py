@@ -32,7 +32,6 @@ from epd_portable.front.exchange import (
     REFS,
 )
 from epd_portable.front.http import FrontMiddleware
-from epd_portable.placement.profiles.selection_types import EXPLAIN_HEADER
 from tests.integration.front.played_front import server_of
 from tests.integration.front.test_front import Front, Make, make, settle  # noqa: F401 - a fixture
 
@@ -248,26 +247,28 @@ async def test_encoder_model_is_a_label(make: Make, tmp_path: Path) -> None:  # 
         assert refused.json()["error"]["code"] == "invalid_hop_header"
 
 
-async def test_decisions_are_explained_where_clients_show_keys(
+async def test_choices_are_logged_with_their_reasons(
     make: Make,  # noqa: F811
     tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    one = served(make, tmp_path, api_keys_file=keys_file(tmp_path))
-    key = {"authorization": f"Bearer {GATEWAY_KEY}"}
-    wanted = {EXPLAIN_HEADER: "1", MAPPING: '{"0": "e-2"}', **key}
-    response = await one.ask("ab", wanted)
-    decode, *encode = json.loads(response.headers[EXPLAIN_HEADER])
+    def logged() -> list[dict[str, Any]]:
+        found = [each.args for each in caplog.records if each.msg == "request %s: %s"]
+        caplog.clear()
+        return [json.loads(str(args[1])) for args in found if isinstance(args, tuple)]
+
+    caplog.set_level("DEBUG", "epd_portable.front.request")
+    one = served(make, tmp_path)
+    await one.ask("ab", {MAPPING: '{"0": "e-2"}'})
+    decode, *encode = logged()
     assert (decode["stage"], decode["winner"], decode["profile"]) == ("decode", "pd-0", "default")
     named = {"stage": "encode", "item": "a", "header": MAPPING, "winner": "e-2", "reason": "named"}
     assert encode[0] == named and encode[1]["item"] == "b"
     one.front.client.engines.by_name["e-2"].instance.health.drain()
-    response = await one.ask("a", wanted)
-    _, named, chosen, *_ = json.loads(response.headers[EXPLAIN_HEADER])
+    await one.ask("a", {MAPPING: '{"0": "e-2"}'})
+    _, named, chosen, *_ = logged()
     assert named["winner"] is None and "e-2 is named and is draining" in named["reason"]
     assert chosen["winner"] in ("e-0", "e-1")
-    assert EXPLAIN_HEADER not in (await one.ask("a", key)).headers
-    other = served(make, tmp_path)
-    assert EXPLAIN_HEADER not in (await other.ask("a", {EXPLAIN_HEADER: "1"})).headers
 
 
 async def test_session_is_in_a_header_or_in_the_body(make: Make, tmp_path: Path) -> None:  # noqa: F811

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
 
 from epd_portable.config.load import parse_topology
-from epd_portable.errors import ConfigError
-from epd_portable.placement.profiles.catalogue import GROUP
 from tests.integration.front.played_front import request
 from tests.integration.front.test_front import Front, Make, make, settle  # noqa: F401 - a fixture
 
@@ -29,14 +25,10 @@ ENDED, FAILED = FinishReason.STOP, FinishReason.ERROR
 PAGE = (Path(__file__).parents[3] / "docs/choice.md").read_text("utf-8")
 
 
-def block(language: str, index: int = 0) -> str:
-    """Return a block of code of the page."""
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[index]
-
-
-def on_the_page(index: int = 0) -> dict[str, Any]:
-    """Return one of the page's configurations."""
-    choice = parse_topology(block("yaml", index), "cpu").front.choice
+def on_the_page() -> dict[str, Any]:
+    """Return the first configuration of the page."""
+    text = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0]
+    choice = parse_topology(text, "cpu").front.choice
     assert choice is not None
     return choice.model_dump()
 
@@ -150,50 +142,6 @@ async def test_filter_that_leaves_no_engine_is_503(make: Make) -> None:  # noqa:
         await front.ask()
     assert refused.value.http_status == 503
     assert front.is_empty()
-
-
-@pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install the plug-in of the page, as an installer leaves it."""
-    site = tmp_path / "site"
-    info = site / "zones-1.0.dist-info"
-    info.mkdir(parents=True)
-    (site / "zones.py").write_text(block("python"))
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: zones\nVersion: 1.0\n")
-    points = tomllib.loads(block("toml"))["project"]["entry-points"]
-    assert list(points) == [GROUP]
-    lines = [f"{name} = {target}" for name, target in points[GROUP].items()]
-    (info / "entry_points.txt").write_text(f"[{GROUP}]\n" + "\n".join(lines) + "\n")
-    monkeypatch.syspath_prepend(str(site))
-    monkeypatch.delitem(sys.modules, "zones", raising=False)
-    return site
-
-
-@pytest.mark.usefixtures("installed")
-async def test_plugin_of_the_page_chooses(make: Make) -> None:  # noqa: F811
-    front = make("e-0", "e-1", "e-2", "pd-0", choice=on_the_page(1), max_queued_items=9)
-    for name, zone in (("e-0", "west"), ("e-1", "east")):
-        instance = front.client.engines.by_name[name].instance
-        instance.labels = {**instance.labels, "zone": zone}
-    for number in range(5):
-        await front.ask(f"item-{number}", name=f"r{number}")
-    assert [len(front.jobs(name)) for name in ("e-0", "e-1", "e-2")] == [0, 5, 0]
-
-
-async def test_plugin_that_cannot_be_made_is_named(make: Make, installed: Path) -> None:  # noqa: F811
-    choice = on_the_page(1)
-    choice["plugins"][0]["parameters"] = {}
-    with pytest.raises(
-        ConfigError, match=r"'zone-scorer' \(zones:ZoneScorer\).*KeyError\('zone'\)"
-    ):
-        make("pd-0", choice=choice)
-    (installed / "zones.py").write_text("def ZoneScorer(name, parameters):\n    return 3\n")
-    sys.modules.pop("zones")
-    with pytest.raises(ConfigError, match="is a int with none of the methods keep, score"):
-        make("pd-0", choice=choice)
-    (installed / "zones-1.0.dist-info" / "entry_points.txt").write_text("")
-    with pytest.raises(ConfigError, match="'zone-scorer' is not known"):
-        make("pd-0", choice=choice)
 
 
 async def test_decider_keeps_short_prompts_where_they_are_decoded(make: Make) -> None:  # noqa: F811

@@ -173,25 +173,9 @@ def test_every_type_makes_a_plugin_and_says_which_parameters_it_takes() -> None:
         assert make_plugin(kind, "mine", needed.get(kind, {})) is not None
 
 
-def test_a_decider_that_raises_means_no(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> bool:
-        raise KeyError("decider")
-
-    found = named("proposal")
-    monkeypatch.setattr(BUILT_IN["multimodal-epd-decider"], "disaggregate", fail)
-    large = to_encode(pixels=1 << 20)
-    assert {found.why_together(large, None) for _ in range(2)} == {
-        "multimodal-epd-decider has failed"
-    }
-    assert caplog.text.count("plug-in multimodal-epd-decider has failed") == 1
-
-
 def test_prompts_are_compared_where_a_plugin_asks_for_it() -> None:
     for kind, wants in (("prefix-cache-scorer", True), ("queue-scorer", False)):
         text = f"plugins: [{{type: {kind}, name: decode-filter}}]\n{PROFILE}"
         assert policy(text).wants_blocks is wants
-        # Users' types may want either.
         assert policy(text).wants_loads is not wants
     assert having("x", blocks=(1, 2)).cached.prefix((1, 2, 3)) == 2

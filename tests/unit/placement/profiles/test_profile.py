@@ -1,20 +1,16 @@
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from epd_portable.placement.profiles.policy import LOG_EVERY_S, Profile
+from epd_portable.placement.profiles.policy import Profile
 from epd_portable.placement.profiles.selection_types import (
-    MAX_EXPLANATION_BYTES,
     MOST_SHOWN,
     Candidate,
     Candidates,
     Decision,
-    Explanation,
     SelectionRequest,
 )
 from tests.unit.placement.profiles.situations import asked, with_load
@@ -39,14 +35,12 @@ class ByTable:
 
 
 A, B = ByTable(1.0, 0.0, 0.5), ByTable(0.0, 1.0, 0.8)
-FAILING = ByTable()
-"""Raises, as it knows no candidate."""
 
 
 def profile(
     filters: Sequence[ByTable] = (),
     scorers: Sequence[tuple[ByTable, float]] = (),
-    *picker: tuple[str, ByTable],
+    *picker: ByTable,
 ) -> Profile:
     return Profile(
         "p",
@@ -82,7 +76,7 @@ def test_filters_then_scores_times_weights_then_the_picker(
 
 
 def test_a_decision_says_what_each_plugin_said() -> None:
-    one = profile([ByTable(1, 1, 0)], [(A, 1.0), (B, 2.0)], ("last", A))
+    one = profile([ByTable(1, 1, 0)], [(A, 1.0), (B, 2.0)], A)
     decision = Decision(stage="decode")
     assert one.choose(asked(), with_load(0, 0, 0), decision) is not None
     assert decision.shown() == {
@@ -106,53 +100,3 @@ def test_of_many_instances_the_best_are_shown_and_of_none_that_there_is_none() -
     decision = Decision(stage="decode")
     assert profile().choose(asked(), [], decision) is None
     assert decision.shown()["reason"] == "there is no instance"
-
-
-def test_an_explanation_fits_into_a_header() -> None:
-    explanation = Explanation()
-    for number in range(300):
-        decision = Decision(stage="encode", item=f"{number:064}", winner="ä" * 20)
-        decision.totals = {f"instance-{n}": float(n) for n in range(16)}
-        explanation.decisions.append(decision)
-        if number % 25 == 0:
-            text = explanation.text()
-            assert len(text) <= MAX_EXPLANATION_BYTES and text.isascii()
-    *shown, last = json.loads(text)
-    assert len(shown) + last["left_out"] == 276 and len(shown) > 30
-
-
-def chosen_of(one: Profile) -> str:
-    chosen = one.choose(asked(), with_load(0, 0, 0))
-    assert chosen is not None
-    return chosen.name
-
-
-@pytest.mark.parametrize(
-    "answers", [(1.0, math.nan, 0.0), ("much", 0.0, 0.0), (None, 0.0, 0.0), (math.inf, 0.0, 0.0)]
-)
-def test_a_scorer_that_answers_no_numbers_is_left_out(
-    answers: tuple[Any, ...], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert chosen_of(profile([], [(ByTable(*answers), 9.0), (B, 1.0)])) == "i1"
-    assert "plug-in s0 has failed" in caplog.text
-
-
-def test_scores_beyond_0_and_1_count_as_these() -> None:
-    decision = Decision(stage="decode")
-    one = profile([], [(ByTable(100.0, -100.0, 1.0), 1.0)])
-    one.choose(asked(), with_load(0, 0, 0), decision)
-    assert decision.totals == {"i0": 1.0, "i1": 0.0, "i2": 1.0}
-
-
-def test_a_plugin_that_fails_stops_no_request_and_is_logged_once_a_minute(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stranger = ByTable()
-    stranger.answers["picked"] = with_load(0)[0]
-    one = profile([FAILING], [(FAILING, 1.0), (B, 1.0)], ("q", stranger))
-    now = [0.0]
-    monkeypatch.setattr("epd_portable.placement.profiles.policy.time.monotonic", lambda: now[0])
-    for logged in (3, 3, 6):
-        assert chosen_of(one) == "i1"
-        assert len(caplog.records) == logged
-        now[0] += LOG_EVERY_S / 2 + 1
