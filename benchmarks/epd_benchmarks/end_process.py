@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import select
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
-
-import msgspec
+from multiprocessing.connection import Connection
 
 from epd_benchmarks.stand_in import Command, CommandDone
 from epd_portable.config.instance import InstanceConfig
@@ -26,14 +23,12 @@ class EndProcess:
     """A running process of `epd_benchmarks.ends`; its name is for messages."""
 
     name: str
-    commands: IO[bytes]
-    answers: IO[bytes]
+    pipe: Connection[Command, CommandDone]
 
     def send(self, command: Command) -> None:
         """Send a command; to one that has ended `receive` says so."""
         with contextlib.suppress(BrokenPipeError):
-            self.commands.write(msgspec.json.encode(command) + b"\n")
-            self.commands.flush()
+            self.pipe.send(command)
 
     def receive(self, timeout_s: float) -> CommandDone:
         """Return its answer: when it is ready, then to each command.
@@ -41,12 +36,12 @@ class EndProcess:
         Raises:
             MeasurementError: It has ended, or did not answer in time.
         """
-        if not select.select([self.answers], [], [], timeout_s)[0]:
+        if not self.pipe.poll(timeout_s):
             raise MeasurementError(f"{self.name} did not answer in {timeout_s:g} s")
-        line = self.answers.readline()
-        if not line:
-            raise MeasurementError(f"{self.name} ended; its message is above")
-        return msgspec.json.decode(line, type=CommandDone)
+        try:
+            return self.pipe.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise MeasurementError(f"{self.name} ended; its message is above") from error
 
 
 @contextlib.contextmanager
@@ -61,25 +56,22 @@ def start_end(
         enter: Command that starts it, for example in another namespace.
     """
     argv = [*enter, sys.executable, "-m", "epd_benchmarks.ends", role, config.model_dump_json()]
-    received, answers = os.pipe()
-    with os.fdopen(received, "rb") as file:
-        # Answers have a pipe of their own: runtimes of devices write on standard output, too.
-        process = subprocess.Popen(
-            [*argv, str(answers)],
-            env={**env, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=_STDERR,
-            pass_fds=(answers,),
-            # A signal to the whole group would end it before it removes its pool.
-            start_new_session=True,
-        )
-        os.close(answers)
-        assert process.stdin is not None
+    ours, theirs = multiprocessing.Pipe()
+    with ours:
+        with theirs:
+            process = subprocess.Popen(
+                [*argv, str(theirs.fileno())],
+                env={**env, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=_STDERR,
+                pass_fds=(theirs.fileno(),),
+                # A signal to the whole group would end it before it removes its pool.
+                start_new_session=True,
+            )
         try:
-            yield EndProcess(config.instance, process.stdin, file)
+            yield EndProcess(config.instance, ours)
         finally:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
+            ours.close()
             try:
                 process.wait(_STOP_GRACE_S)
             except subprocess.TimeoutExpired:

@@ -1,19 +1,19 @@
 """The two processes of `transfer`: a real sender and a real receiver, without an engine.
 
-``python -m epd_benchmarks.ends produce|consume CONFIG DESCRIPTOR`` reads commands, one JSON
-object a line, and answers each with one line on that file descriptor. On devices nothing is
+``python -m epd_benchmarks.ends produce|consume CONFIG DESCRIPTOR`` takes commands from the
+`multiprocessing` connection of that file descriptor, and answers each. On devices nothing is
 measured by when it was queued: outputs are complete before they are handed over, and copies are
 waited for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
-from typing import BinaryIO
+from multiprocessing.connection import Connection
 
-import msgspec
 import torch
 
 from epd_benchmarks.stand_in import (
@@ -179,20 +179,22 @@ class Producer:
 
 
 def main(role: str, config_json: str, descriptor: str) -> None:
-    """Carry out commands until standard input ends."""
+    """Carry out commands until the connection ends."""
     torch.set_num_threads(1)
     _take_cores(role)
     config = InstanceConfig.model_validate_json(config_json)
     platform = registry.get(config.platform)
     platform.set_device(config.device_index)
     end = Consumer(config, platform) if role == "consume" else Producer(config, platform)
-    with open(int(descriptor), "wb", buffering=0) as answers:
-        try:
-            _say(answers, CommandDone())
-            for line in sys.stdin:
-                _say(answers, end.run(msgspec.json.decode(line, type=Command)))
-        finally:
-            end.close()
+    pipe: Connection[CommandDone, Command] = Connection(int(descriptor))
+    with pipe, contextlib.closing(end):
+        pipe.send(CommandDone())
+        while True:
+            try:
+                command = pipe.recv()
+            except EOFError:
+                return
+            pipe.send(end.run(command))
 
 
 def _take_cores(role: str) -> None:
@@ -209,10 +211,6 @@ def _wait(event: DeviceEvent, timeout_s: float) -> None:
     while not event.done():
         if time.monotonic() > deadline_s:
             raise MeasurementError(f"the device did not complete a copy in {timeout_s:g} s")
-
-
-def _say(answers: BinaryIO, answer: CommandDone) -> None:
-    answers.write(msgspec.json.encode(answer) + b"\n")
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ SEMICOLONS_IN_TABLES = {
     "docs/remote-encoder.md": 1,
     "docs/status.md": 15,
     "docs/store.md": 2,
-    "docs/structures.md": 29,
+    "docs/structures.md": 27,
     "docs/transfers.md": 8,
     "docs/troubleshooting.md": 37,
     "docs/upgrade.md": 7,
