@@ -53,6 +53,17 @@ def test_an_open_request_is_answered_after_the_stop_signal(routed: Routed) -> No
     run.ends_well()
 
 
+def test_open_request_is_answered_while_another_engine_restarts(routed: Routed) -> None:
+    run = routed({"pd-0": [], "pd-1": []}, pauses_s=(600.0, 600.0))
+    os.kill(run.pid_of("pd-1"), signal.SIGKILL)
+    run.wait_for("restarting")
+    asked = Asked(run, 3.0)
+    run.process.send_signal(signal.SIGTERM)
+    run.wait_for("open requests may take 30 s to end")
+    assert "pid" in asked.ended()
+    run.ends_well()
+
+
 def with_terminal(routed: Routed, on_hangup: signal.Handlers) -> tuple[Run, int]:
     """Return a topology of a launcher with a terminal of its own, and the terminal's other end."""
     terminal, theirs = pty.openpty()
