@@ -89,7 +89,7 @@ IN_THE_CODE = {
 
 
 def test_each_limit_in_the_table_is_the_one_of_the_code() -> None:
-    section = PAGE.read_text("utf-8").partition("## Limits that no key changes\n")[2]
+    section = PAGE.read_text("utf-8").partition("## Fixed limits\n")[2]
     rows = re.findall(r"^\| (.+) \| (.+) \|$", section.partition("\n## ")[0], re.MULTILINE)[1:]
     assert len(rows) == len(IN_THE_CODE)
     for (name, value), (begin, expected) in zip(rows, IN_THE_CODE.items(), strict=True):
