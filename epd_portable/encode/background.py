@@ -131,9 +131,18 @@ class StepEncoder:
 
     Args:
         encode: Returns the output ``(num_embeds, width)`` of an item, or queues its computation.
+        priority: What the turns prefer.
+
+    Attributes:
+        turns: Steps take them; a step never waits where nothing is encoded beside it.
     """
 
-    def __init__(self, encode: Callable[[EncodeOrder], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        encode: Callable[[EncodeOrder], torch.Tensor],
+        priority: EncodePriority = "balanced",
+    ) -> None:
+        self.turns = ComputeTurns(TURNS[priority])
         self._encode = encode
         self._asked: list[EncodeOrder] = []
         self._failed: set[str] = set()
@@ -164,12 +173,6 @@ class StepEncoder:
         placed, self._placed = self._placed, set()
         return failed, placed
 
-    def take_turn(self) -> None:
-        """Begin a step at once: nothing is encoded next to it."""
-
-    def end_turn(self) -> None:
-        """Note that a step has computed."""
-
     def close(self) -> None:
         """Do nothing: no encoding goes on between steps."""
 
@@ -189,7 +192,7 @@ class BackgroundEncoder(StepEncoder):
     Args:
         encode: Returns the output ``(num_embeds, width)`` of an item; called by the thread.
         modules: Of the encoder; before each it can stop for a step.
-        priority: What the turns prefer.
+        priority: See `StepEncoder`.
     """
 
     def __init__(
@@ -198,8 +201,7 @@ class BackgroundEncoder(StepEncoder):
         modules: Iterable[torch.nn.Module],
         priority: EncodePriority = "balanced",
     ) -> None:
-        super().__init__(encode)
-        self.turns = ComputeTurns(TURNS[priority])
+        super().__init__(encode, priority)
         self._resets = 0
         self._orders: queue.SimpleQueue[tuple[int, EncodeOrder] | None] = queue.SimpleQueue()
         """Jobs, each with the number of resets before it."""
@@ -224,14 +226,6 @@ class BackgroundEncoder(StepEncoder):
         """See `StepEncoder`; what is in the encoder is lost when it is put out."""
         super().reset()
         self._resets += 1
-
-    def take_turn(self) -> None:
-        """See `ComputeTurns.take_turn`."""
-        self.turns.take_turn()
-
-    def end_turn(self) -> None:
-        """See `ComputeTurns.end_turn`."""
-        self.turns.end_turn()
 
     def close(self) -> None:
         """End the thread, after the item that it encodes."""

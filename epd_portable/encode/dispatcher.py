@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from epd_portable.config.secret import Secret
 from epd_portable.encode.producer import TransferOrder
-from epd_portable.encode.queue import KeptRoom
 from epd_portable.items.prompt import engine_names
-from epd_portable.items.table import ItemTable
+from epd_portable.items.table import Item, ItemTable
 from epd_portable.log import trace
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import EncodeParams
@@ -39,21 +38,28 @@ class Dispatcher:
 
     Args:
         secret: Of the deployment; a front proves with it that it ordered a transfer.
-
-    Attributes:
-        kept: Transfers under way, with what they keep of the cache.
     """
 
     def __init__(self, cache: ItemTable, secret: Secret) -> None:
-        self.kept = KeptRoom()
         self._cache = cache
         self._secret = secret
         self._waiting: dict[str, list[TransferOrder]] = {}
+        """Orders whose items have no space, by request."""
+        self._under_way: dict[str, tuple[str, Item]] = {}
+        """Consumer and item of each transfer."""
 
     @property
     def busy(self) -> bool:
         """Return whether transfers are under way; a step reports which of them have ended."""
-        return bool(self.kept)
+        return bool(self._under_way)
+
+    def kept(self) -> Set[tuple[str, Item]]:
+        """Return the consumers with the items whose space transfers to them keep."""
+        return {
+            (consumer, item)
+            for transfer_id, (consumer, item) in self._under_way.items()
+            if transfer_id in item.holders
+        }
 
     def request_arrived(
         self,
@@ -105,9 +111,9 @@ class Dispatcher:
         if orders:
             self._waiting[request_id] = orders
 
-    def request_finished(self, request_id: str) -> None:
-        """End a request; drop its orders that never got space."""
-        self._waiting.pop(request_id, None)
+    def request_finished(self, request_id: str) -> list[TransferOrder]:
+        """End a request; return its orders that never got space, and keep none."""
+        return self._waiting.pop(request_id, [])
 
     def consumer(self, request_id: str) -> str:
         """Return whom a request's items are for, of several the first; empty for nobody."""
@@ -123,27 +129,22 @@ class Dispatcher:
             ready = [each for each in orders if request_id in self._cache.holders(each.mm_hash)]
             for order in ready:
                 orders.remove(order)
-                if order.transfer_id in self.kept:
+                if order.transfer_id in self._under_way:
                     logger.warning("transfer %s is under way already", order.transfer_id)
                     continue
                 taken.append(order)
                 item = self._cache.items[order.mm_hash]
-                self.kept.keep(order.transfer_id, order.consumer, item)
+                self._under_way[order.transfer_id] = (order.consumer, item)
                 self._cache.hold(item, order.transfer_id)
                 trace("transfer.ordered", transfer=order.transfer_id, mm_hash=order.mm_hash)
         return taken
 
-    def take_lost(self, request_id: str) -> list[TransferOrder]:
-        """Return the orders of a request whose items will not be there: they keep no room."""
-        return self._waiting.pop(request_id, [])
-
     def reset(self) -> None:
         """Reset with the encoder cache: workers send nothing of before, and report no end of it."""
-        self.kept.clear()
+        self._under_way.clear()
 
     def transfers_ended(self, transfer_ids: Iterable[str]) -> None:
         """Give back the room of items whose transfers have ended, well or not."""
-        for transfer_id in transfer_ids:
-            item = self.kept.give_back(transfer_id)
-            if item is not None:
-                self._cache.release(item, transfer_id)
+        for transfer_id in self._under_way.keys() & set(transfer_ids):
+            _, item = self._under_way.pop(transfer_id)
+            self._cache.release(item, transfer_id)

@@ -45,7 +45,7 @@ class HostCopies:
 
     def __init__(self, copies: DeviceCopies) -> None:
         self._device = copies
-        self._wanted: set[str] = set()
+        self._wanted: Sequence[str] = ()
         self._copies: dict[str, _Copy] = {}
         self._lost: deque[str] = deque()
         self._thread = ThreadPoolExecutor(1, "epd-host-copies")
@@ -69,16 +69,14 @@ class HostCopies:
             else:
                 missing.append(mm_hash)
         for mm_hash in orders.dropped:
-            self._wanted.discard(mm_hash)
             if copy := self._copies.pop(mm_hash, None):
                 copy.output = None
-        self._wanted.update(orders.kept)
+        self._wanted = orders.kept
         return missing
 
     def output_ready(self, mm_hash: str, output: torch.Tensor) -> None:
         """Note that the computation of an item, ``(num_tokens, width)``, is queued."""
         if mm_hash in self._wanted:
-            self._wanted.discard(mm_hash)
             copy = self._copies[mm_hash] = _Copy(output.detach().contiguous())
             self._thread.submit(self._make, mm_hash, copy, self._device.platform.record_event())
 

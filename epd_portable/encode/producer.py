@@ -17,6 +17,7 @@ import enum
 import itertools
 import secrets
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -61,27 +62,36 @@ class TransferOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Write:
-    """Asks the caller to write an item and to call `ProducerSession.write_done` or `write_failed`.
+    """Request to write an item and to call `ProducerSession.write_ended`.
 
     Attributes:
+        output: From `ProducerSession.output_ready`; ``None`` if the item was not encoded.
         deadline_s: End of the lease on the session's clock.
     """
 
-    transfer_id: str
-    mm_hash: str
+    order: TransferOrder
+    attempt: int
+    output: Any
     slot: SlotDescriptor
     path: str
     address: str
     deadline_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finished:
-    """A transfer ended; ``problem`` is empty if the consumer has the item or does not need it."""
+    """End of a transfer.
 
-    transfer_id: str
-    mm_hash: str
+    Attributes:
+        problem: Empty if the consumer has the item or does not need it.
+        output: The item's, if it was encoded and no other transfer needs it.
+        is_outdated: `ProducerSession.reset` was called since it was submitted.
+    """
+
+    order: TransferOrder
     problem: str = ""
+    output: Any = None
+    is_outdated: bool = False
 
 
 @dataclass(slots=True)
@@ -106,20 +116,32 @@ class _Transfer:
     attempt: int
     deadline_s: float
     ready: bool = False
+    output: Any = None
     state: _TransferState = _TransferState.ASKING
     grant: Grant | None = None
     lease_end_s: float = 0.0
     next_send_s: float = 0.0
     is_announced: bool = False
+    is_outdated: bool = False
     problem: str | None = None
     """End of the transfer once the write under way has ended, whose result does not matter."""
     last_message: AnyMessage | None = None
     """Sent when the slot is not written any more."""
-    next: _Transfer | None = None
-    """Transfer of this id that was submitted when this one had a problem; begins at its end."""
 
     def abort(self, reason: str) -> Abort:
         return Abort(transfer_id=self.order.transfer_id, attempt=self.attempt, reason=reason)
+
+    def write(self) -> Write:
+        assert self.grant is not None
+        return Write(
+            order=self.order,
+            attempt=self.attempt,
+            output=self.output,
+            slot=self.grant.slot,
+            path=self.grant.path,
+            address=self.grant.address,
+            deadline_s=self.lease_end_s,
+        )
 
 
 class ProducerSession:
@@ -137,7 +159,8 @@ class ProducerSession:
         self._peer = peer
         self._wait_timeout_s = wait_timeout_s
         self._resend_s = resend_s
-        self._transfers: dict[str, _Transfer] = {}
+        self._transfers: dict[int, _Transfer] = {}
+        """Transfers by attempt: one may be writing yet when its transfer is submitted again."""
         self._out = Actions()
         # Not from 1: an answer to another life of this process must not fit.
         self._attempts = itertools.count(secrets.randbits(40) << 20)
@@ -146,40 +169,38 @@ class ProducerSession:
         """Return the number of transfers that have not ended."""
         return len(self._transfers)
 
-    def submit(self, order: TransferOrder, *, ready: bool, now: float) -> None:
-        """Begin a transfer, unless it is under way; ``ready`` if the output is there already."""
-        known = self._transfers.get(order.transfer_id)
-        if known is not None and known.problem is None:
-            return
-        transfer = _Transfer(
-            order, next(self._attempts), now + self._wait_timeout_s, ready, next_send_s=now
-        )
-        if known is None:
-            self._transfers[order.transfer_id] = transfer
-            return
-        if known.next is not None:
-            self._finish(known.next, "it was submitted again before it began")
-        known.next = transfer
+    def submit(
+        self, order: TransferOrder, *, now: float, output: Any = None, ready: bool = False
+    ) -> None:
+        """Begin a transfer.
 
-    def output_ready(self, mm_hash: str) -> None:
-        """Note that the output of an item is ready."""
+        Args:
+            output: The item, if it was encoded before.
+            ready: Nothing is to be waited for, with an output or without.
+        """
+        attempt, deadline_s = next(self._attempts), now + self._wait_timeout_s
+        transfer = _Transfer(order, attempt, deadline_s, ready, output, next_send_s=now)
+        for each in self._transfers.values():
+            if each.order.mm_hash == order.mm_hash and each.output is not None:
+                transfer.ready, transfer.output = True, each.output
+        self._transfers[attempt] = transfer
+
+    def output_ready(self, mm_hash: str, output: Any = None) -> None:
+        """Note that the encoder has put out an item, or will not: ``None``."""
         for transfer in self._transfers.values():
-            for each in (transfer, transfer.next):
-                if each is not None and each.order.mm_hash == mm_hash:
-                    each.ready = True
+            if transfer.order.mm_hash == mm_hash and not transfer.is_outdated:
+                transfer.ready, transfer.output = True, transfer.output or output
 
     def receive(self, consumer: str, message: Received, now: float) -> None:
         """Process a message from the address of a consumer; ignores those that make no sense."""
-        transfer = self._transfers.get(message.transfer_id)
-        if transfer is None or (transfer.order.consumer, transfer.attempt) != (
-            consumer,
-            message.attempt,
-        ):
+        transfer = self._transfers.get(message.attempt)
+        sender = (consumer, message.transfer_id)
+        if transfer is None or (transfer.order.consumer, transfer.order.transfer_id) != sender:
             if isinstance(message, Abort):
                 self._out.messages.append((consumer, _released(message)))
         elif isinstance(message, Abort):
-            transfer.last_message = _released(message)
-            self._end(transfer, f"aborted by the consumer: {message.reason}")
+            reason = f"aborted by the consumer: {message.reason}"
+            self._end(transfer, reason, _released(message))
         elif isinstance(message, Grant):
             if transfer.state in (_TransferState.ASKING, _TransferState.GRANTED):
                 transfer.state = _TransferState.GRANTED
@@ -195,38 +216,30 @@ class ProducerSession:
         elif isinstance(message, Foreign):
             self._end(transfer, f"{NackCode.INCOMPATIBLE.value}: {message.problem}")
 
-    def write_done(self, transfer_id: str, now: float) -> None:
-        """Note that a `Write` is complete."""
-        transfer = self._transfers[transfer_id]
+    def write_ended(self, attempt: int, problem: str, now: float) -> None:
+        """Note that a `Write` is complete; abort its transfer if it failed."""
+        transfer = self._transfers[attempt]
+        transfer.state = _TransferState.WRITTEN
         if transfer.problem is not None:
-            self._close(transfer, transfer.problem)
+            self._end(transfer, transfer.problem)
+        elif problem:
+            self._end(transfer, problem, transfer.abort(problem))
         else:
-            transfer.state = _TransferState.WRITTEN
             self._ask(transfer, now)
 
-    def write_failed(self, transfer_id: str, problem: str, now: float) -> None:
-        """Abort and end a transfer whose `Write` failed."""
-        transfer = self._transfers[transfer_id]
-        if transfer.problem is not None:
-            self._close(transfer, transfer.problem)
-        else:
-            self._send(transfer, transfer.abort(problem))
-            self._close(transfer, problem)
+    def fail(self, attempt: int, problem: str) -> None:
+        """Abort an attempt, if it is under way; a write that has begun ends first."""
+        transfer = self._transfers.get(attempt)
+        if transfer is not None:
+            if not transfer.is_announced:
+                self._ask(transfer, now=0.0)  # Consumers ignore what ends before that.
+            self._end(transfer, problem, transfer.abort(problem))
 
-    def fail(self, transfer_id: str, problem: str) -> None:
-        """Abort a transfer, if it is under way; a write that has begun ends first.
-
-        So does one of the same id that was submitted during that write.
-        """
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None:
-            return
-        if transfer.next is not None:
-            transfer.next.problem = problem
-        if not transfer.is_announced:
-            self._ask(transfer, now=0.0)  # Consumers ignore what ends before that.
-        transfer.last_message = transfer.abort(problem)
-        self._end(transfer, problem)
+    def reset(self, problem: str) -> None:
+        """Abort all transfers, and forget all outputs."""
+        for transfer in list(self._transfers.values()):
+            transfer.output, transfer.is_outdated = None, True
+            self.fail(transfer.attempt, problem)
 
     def withdraw(self, path: str) -> None:
         """Stop offering a path by which this process cannot write."""
@@ -240,7 +253,7 @@ class ProducerSession:
         return self.take_actions()
 
     def take_actions(self) -> Actions:
-        """Return the actions that follow from reports since the last call, as of `write_done`.
+        """Return the actions that follow from reports since the last call, as of `write_ended`.
 
         Saves a `poll` of all transfers between the end of a write and *written*.
         """
@@ -252,14 +265,14 @@ class ProducerSession:
             return
         if now >= transfer.deadline_s:
             problem = f"not acknowledged by {transfer.order.consumer} in {self._wait_timeout_s} s"
-            self._send(transfer, transfer.abort(problem))
-            self._close(transfer, problem)
+            self._end(transfer, problem, transfer.abort(problem))
             return
         if transfer.state is _TransferState.GRANTED:
             if now >= transfer.lease_end_s:
                 transfer.state, transfer.grant = _TransferState.ASKING, None
             elif transfer.ready:
-                self._write(transfer)
+                transfer.state = _TransferState.WRITING
+                self._out.writes.append(transfer.write())
                 return
         if now >= transfer.next_send_s:
             self._ask(transfer, now)
@@ -289,45 +302,21 @@ class ProducerSession:
             transfer.is_announced = True
         self._send(transfer, question)
 
-    def _write(self, transfer: _Transfer) -> None:
-        grant = transfer.grant
-        assert grant is not None
-        transfer.state = _TransferState.WRITING
-        self._out.writes.append(
-            Write(
-                transfer_id=transfer.order.transfer_id,
-                mm_hash=transfer.order.mm_hash,
-                slot=grant.slot,
-                path=grant.path,
-                address=grant.address,
-                deadline_s=transfer.lease_end_s,
-            )
-        )
-
-    def _end(self, transfer: _Transfer, problem: str = "") -> None:
+    def _end(
+        self, transfer: _Transfer, problem: str = "", last_message: AnyMessage | None = None
+    ) -> None:
         """End a transfer, once its slot is not being written any more."""
+        transfer.last_message = last_message or transfer.last_message
         if transfer.state is _TransferState.WRITING:
             transfer.problem = problem
-        else:
-            self._close(transfer, problem)
-
-    def _close(self, transfer: _Transfer, problem: str) -> None:
-        order = transfer.order
+            return
         if transfer.last_message is not None:
             self._send(transfer, transfer.last_message)
-        del self._transfers[order.transfer_id]
-        following = transfer.next
-        if following is not None:
-            self._transfers[order.transfer_id] = following
-        self._finish(transfer, problem)
-        if following is not None and following.problem is not None:
-            self.fail(order.transfer_id, following.problem)
-
-    def _finish(self, transfer: _Transfer, problem: str) -> None:
-        order = transfer.order
-        self._out.finished.append(
-            Finished(transfer_id=order.transfer_id, mm_hash=order.mm_hash, problem=problem)
-        )
+        del self._transfers[transfer.attempt]
+        order, output = transfer.order, transfer.output
+        if any(each.order.mm_hash == order.mm_hash for each in self._transfers.values()):
+            output = None
+        self._out.finished.append(Finished(order, problem, output, transfer.is_outdated))
 
     def _send(self, transfer: _Transfer, message: AnyMessage) -> None:
         self._out.messages.append((transfer.order.consumer, message))

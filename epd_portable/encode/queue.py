@@ -25,10 +25,9 @@ A request that no empty instance could encode would wait for ever: it fails.
 
 from __future__ import annotations
 
-import heapq
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import Container
+from collections import Counter
+from collections.abc import Callable, Container, Set
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -73,85 +72,6 @@ Outcome = Literal["starts", "full", "short", "not entitled"]
 consumer has its share."""
 
 
-class KeptRoom:
-    """Transfers under way, and how much of the encoder cache they keep for each consumer.
-
-    Room is counted in embeddings. An item that is on its way to two consumers counts for both, and
-    once for each.
-    """
-
-    def __init__(self) -> None:
-        self._transfers: dict[str, tuple[str, Item]] = {}
-        self._counts: Counter[tuple[str, Item]] = Counter()
-        """Transfers of an item to a consumer."""
-        self._embeds: Counter[str] = Counter()
-
-    def __len__(self) -> int:
-        """Return the number of transfers."""
-        return len(self._transfers)
-
-    def __contains__(self, transfer_id: str) -> bool:
-        """Return whether a transfer is under way."""
-        return transfer_id in self._transfers
-
-    def keep(self, transfer_id: str, consumer: str, item: Item) -> None:
-        """Begin a transfer, which holds the space of its item."""
-        if not self.keeps(consumer, item):
-            self._embeds[consumer] += item.num_embeds
-        self._counts[consumer, item] += 1
-        self._transfers[transfer_id] = (consumer, item)
-
-    def give_back(self, transfer_id: str) -> Item | None:
-        """End a transfer; return its item, or ``None`` if none of that id is under way."""
-        if transfer_id not in self._transfers:
-            return None
-        kept = self._transfers.pop(transfer_id)
-        if kept in self._counts:
-            self._counts[kept] -= 1
-            if not self._counts[kept]:
-                self._free(kept)
-        return kept[1]
-
-    def clear(self) -> None:
-        """Clear: all transfers under way have ended, and retain nothing."""
-        self._transfers.clear()
-        self._counts.clear()
-        self._embeds.clear()
-
-    def lost(self, item: Item) -> None:
-        """Release the space of an item without an entry; its transfers have yet to end."""
-        for kept in [each for each in self._counts if each[1] is item]:
-            self._free(kept)
-
-    def keeps(self, consumer: str, item: Item) -> bool:
-        """Return whether transfers keep an item for a consumer."""
-        return (consumer, item) in self._counts
-
-    @property
-    def embeddings(self) -> int:
-        """The room of all consumers together."""
-        return self._embeds.total()
-
-    def by_consumer(self) -> Counter[str]:
-        """Return the room of each consumer that has any."""
-        return self._embeds.copy()
-
-    def _free(self, kept: tuple[str, Item]) -> None:
-        consumer, item = kept
-        del self._counts[kept]
-        self._embeds[consumer] -= item.num_embeds
-        if not self._embeds[consumer]:
-            del self._embeds[consumer]
-
-
-@dataclass(slots=True, eq=False)
-class _Line:
-    """Requests of one consumer that wait, in the order of their arrival."""
-
-    seen_s: float
-    requests: dict[int, _Arrival] = field(default_factory=dict)
-
-
 @dataclass(slots=True, eq=False)
 class _Arrival:
     """A request from its arrival until all of it is encoded.
@@ -161,7 +81,6 @@ class _Arrival:
         sizes: Embeddings of each distinct item.
     """
 
-    number: int
     request: EncodeRequest
     consumer: str
     sizes: dict[str, int]
@@ -174,50 +93,53 @@ class _Step:
 
     Attributes:
         together: Of what is computed together; below 0 when one request exceeds it.
-        kept: For each consumer, with what starts in this step.
+        charged: Consumers with the items that are kept for them, or start in this step.
+        kept: Embeddings of these, by consumer.
         share: What each may keep.
         short: An entitled request waits for room.
         counted: Items that are encoded in this step.
-        charged: Items that are kept from this step on, with their consumers.
     """
 
     tokens: int
     embeddings: int
     together: int
     room: int
+    charged: set[tuple[str, str]]
     kept: Counter[str]
     share: int
     short: bool = False
     counted: set[str] = field(default_factory=set)
-    charged: set[tuple[str, str]] = field(default_factory=set)
 
 
 class EncodeQueue:
     """Requests of an encode instance between their arrival and the end of their encoding.
 
-    A step costs time in the number of consumers, not of requests.
-
     Args:
         limits: Of each step.
-        kept: Room of every transfer under way; kept up to date by its owner.
+        kept: Returns the consumers with the items whose space transfers to them keep.
         remember_s: How long a consumer counts that has no requests here.
     """
 
     def __init__(
-        self, cache: TwoLevelCache, limits: StepLimits, kept: KeptRoom, remember_s: float
+        self,
+        cache: TwoLevelCache,
+        limits: StepLimits,
+        kept: Callable[[], Set[tuple[str, Item]]],
+        remember_s: float,
     ) -> None:
         self._cache = cache
         self._limits = limits
         self._kept = kept
         self._remember_s = remember_s
-        self._number = 0
+        self._seen: dict[str, float] = {}
+        """Last time at which a consumer had a request that waited."""
         self._waiting: dict[str, _Arrival] = {}
-        self._lines: OrderedDict[str, _Line] = OrderedDict()
-        """Requests by consumer, in the order in which consumers were last seen."""
-        self._admitted: dict[str, _Arrival] = {}
+        """Requests in the order of their arrival."""
+        self._admitted: set[str] = set()
+        """Waiting requests that may start in this step."""
         self._started: dict[str, _Arrival] = {}
         """Requests whose prompts take more steps."""
-        self._hopeless: set[str] = set()
+        self._too_large: set[str] = set()
 
     def arrived(self, request: EncodeRequest, consumer: str, now: float) -> None:
         """Queue a request that has items, for one consumer; empty for none."""
@@ -225,10 +147,8 @@ class EncodeQueue:
             feature.identifier: request.get_num_encoder_embeds(index)
             for index, feature in enumerate(request.mm_features)
         }
-        line, total = self._seen(consumer, now), sum(sizes.values())
-        self._number += 1
-        arrival = _Arrival(self._number, request, consumer, sizes, total)
-        self._waiting[request.request_id] = arrival
+        self._seen[consumer] = now
+        total = sum(sizes.values())
         limits, cache_size = self._limits, self._cache.cache_size
         too_long = request.num_prompt_tokens > limits.tokens and len(sizes) > 1
         if total > min(limits.embeddings, cache_size) or too_long:
@@ -245,16 +165,16 @@ class EncodeQueue:
                 limits.tokens,
                 cache_size,
             )
-            self._hopeless.add(request.request_id)
+            self._too_large.add(request.request_id)
         else:
-            line.requests[arrival.number] = arrival
+            self._waiting[request.request_id] = _Arrival(request, consumer, sizes, total)
 
     def withdraw(self, request_id: str) -> None:
         """End a request that has finished or was aborted."""
-        self._hopeless.discard(request_id)
-        self._admitted.pop(request_id, None)
+        self._too_large.discard(request_id)
+        self._admitted.discard(request_id)
+        self._waiting.pop(request_id, None)
         self._started.pop(request_id, None)
-        self._leave(request_id)
 
     def admit(self, now: float) -> None:
         """Choose the requests that start in the step that is about to be scheduled.
@@ -262,19 +182,23 @@ class EncodeQueue:
         Admitted requests hold their items that are in the cache, so that making room for the items
         of one evicts none of another.
         """
-        self._forget(now)
+        if not self._waiting:
+            return
+        self._seen.update((each.consumer, now) for each in self._waiting.values())
+        for consumer in [key for key, at_s in self._seen.items() if now - at_s >= self._remember_s]:
+            del self._seen[consumer]
         step = self._next_step()
-        lines = [iter(line.requests.values()) for line in self._lines.values()]
-        firsts = [(each.number, each, line) for line in lines if (each := next(line, None))]
-        heapq.heapify(firsts)
-        while firsts:
-            _, arrival, line = heapq.heappop(firsts)
+        behind: set[str] = set()
+        """Consumers whose next request does not start."""
+        for arrival in self._waiting.values():
+            if arrival.consumer in behind:
+                continue
             outcome = self._try(arrival, step)
             if outcome == "full":
                 return
-            if outcome == "starts" and (behind := next(line, None)):
-                heapq.heappush(firsts, (behind.number, behind, line))
-            elif outcome == "short" and not step.short:
+            if outcome != "starts":
+                behind.add(arrival.consumer)
+            if outcome == "short" and not step.short:
                 step.short = True
                 step.share = self._share_beside(arrival, step)
 
@@ -285,64 +209,42 @@ class EncodeQueue:
 
     def may_start(self, request_id: str) -> bool:
         """Return whether the engine may schedule a request in this step."""
-        return request_id not in self._waiting or request_id in self._admitted
+        waits = request_id in self._waiting or request_id in self._too_large
+        return not waits or request_id in self._admitted
 
     def scheduled(self, request_ids: Container[str]) -> None:
         """Note the scheduled requests; the engine may have omitted some that were admitted."""
-        for request_id, arrival in self._admitted.items():
+        for request_id in self._admitted:
             if request_id in request_ids:
-                self._leave(request_id)
-                self._started[request_id] = arrival
+                self._started[request_id] = self._waiting.pop(request_id)
             else:
-                self._cache.free(arrival.request)
+                self._cache.free(self._waiting[request_id].request)
         self._admitted.clear()
         for request_id, arrival in list(self._started.items()):
             if arrival.request.num_computed_tokens >= arrival.request.num_prompt_tokens:
                 del self._started[request_id]
 
-    def take_hopeless(self) -> set[str]:
+    def take_too_large(self) -> set[str]:
         """Return requests that can never be encoded, for the engine to fail; each once."""
-        hopeless, self._hopeless = self._hopeless, set()
-        for request_id in hopeless:
-            del self._waiting[request_id]
-        return hopeless
-
-    # -- lines -----------------------------------------------------------------------------------
-
-    def _seen(self, consumer: str, now: float) -> _Line:
-        line = self._lines.setdefault(consumer, _Line(now))
-        line.seen_s = now
-        self._lines.move_to_end(consumer)
-        return line
-
-    def _forget(self, now: float) -> None:
-        """Let consumers count no more that have had no request for long."""
-        while self._lines:
-            consumer, line = next(iter(self._lines.items()))
-            if now - line.seen_s < self._remember_s:
-                break
-            if line.requests:
-                self._seen(consumer, now)
-            else:
-                del self._lines[consumer]
-
-    def _leave(self, request_id: str) -> None:
-        arrival = self._waiting.pop(request_id, None)
-        if arrival is not None and arrival.consumer in self._lines:
-            self._lines[arrival.consumer].requests.pop(arrival.number, None)
+        too_large, self._too_large = self._too_large, set()
+        return too_large
 
     # -- what starts -----------------------------------------------------------------------------
 
     def _next_step(self) -> _Step:
         """Return what a step has beside the requests that have started before it."""
+        kept = self._kept()
         step = _Step(
             tokens=self._limits.tokens,
             embeddings=self._limits.embeddings,
             together=self._limits.together,
             room=self._cache.num_freeable_slots,
-            kept=self._kept.by_consumer(),
-            share=self._cache.cache_size // max(1, len(self._lines)),
+            charged={(consumer, item.mm_hash) for consumer, item in kept},
+            kept=Counter(),
+            share=self._cache.cache_size // len(self._seen),
         )
+        for consumer, item in kept:
+            step.kept[consumer] += item.num_embeds
         for request_id, arrival in self._started.items():
             request = arrival.request
             step.tokens -= request.num_prompt_tokens - request.num_computed_tokens
@@ -360,7 +262,7 @@ class EncodeQueue:
         """
         beyond = {consumer: kept for consumer, kept in step.kept.items() if kept > step.share}
         size = self._cache.cache_size - sum(beyond.values())
-        sharing = max(1, len(self._lines) - len(beyond.keys() - {first.consumer}))
+        sharing = max(1, len(self._seen) - len(beyond.keys() - {first.consumer}))
         if first.total > size:  # It waits for them in any case.
             return max(0, size) // sharing
         return (size - max(first.total, size // sharing)) // max(1, sharing - 1)
@@ -389,7 +291,7 @@ class EncodeQueue:
         for index, feature in enumerate(request.mm_features):
             if not self._cache.hold_entry(request, index):
                 step.counted.add(feature.identifier)
-        self._admitted[request.request_id] = arrival
+        self._admitted.add(request.request_id)
         step.tokens -= tokens
         step.embeddings -= wanted
         step.together -= wanted
@@ -402,10 +304,8 @@ class EncodeQueue:
         """Return how much more the consumer of a request keeps if that starts."""
         if step.short:  # What is kept already must not be kept for longer.
             return arrival.total
-        more = 0
-        for mm_hash, size in arrival.sizes.items():
-            item = self._cache.items.get(mm_hash)
-            charged = (arrival.consumer, mm_hash) in step.charged
-            if not (charged or (item and self._kept.keeps(arrival.consumer, item))):
-                more += size
-        return more
+        return sum(
+            size
+            for mm_hash, size in arrival.sizes.items()
+            if (arrival.consumer, mm_hash) not in step.charged
+        )

@@ -13,13 +13,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from epd_portable.encode.outputs import OUTDATED, KeptOutputs, WriteResult, Writers
 from epd_portable.encode.producer import Actions, Finished, ProducerSession, TransferOrder
 from epd_portable.encode.store_writer import StoreWriter
+from epd_portable.encode.writers import EncoderOutput, WriteResult, Writers
 from epd_portable.errors import EPDError, TransportError, UnsupportedError
 from epd_portable.items.metrics import SenderMetrics
 from epd_portable.transfer import registry
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 _BUSY_POLL_S = 0.05
 _IDLE_POLL_S = 1.0
 _BACK_OFF_S = 0.01
+_OUTDATED = "the encoder cache was reset, and its output may be that of other weights"
+"""Reason for which a transfer from before a reset fails."""
 
 
 class Sender:
@@ -81,15 +84,6 @@ class Sender:
         self._wait_timeout_s = config.wait_timeout_s
         self.clock = StreamClock(copies, "epd-computed")
         self.progress = StepProgress(self.clock)
-        self._outputs = KeptOutputs(copies, self.clock, self._metrics, store, config.wait_timeout_s)
-        self._writers = Writers(
-            config,
-            copies,
-            keys,
-            self._outputs,
-            on_result=self._written,
-            on_death=self._note_death,
-        )
         self._session = ProducerSession(peer, wait_timeout_s=config.wait_timeout_s)
         self._turns = threading.Lock()
         """Held by the thread that exchanges messages and moves the session on."""
@@ -102,8 +96,10 @@ class Sender:
         self._thread = threading.Thread(target=self._run, name="epd-sender", daemon=True)
         with on_all_cores():
             self._control = ControlClients(session, keys)
+            self._writers = Writers(
+                config, copies, keys, on_result=self._written, on_death=self._note_death
+            )
             self._thread.start()
-            self._writers.open()
 
     # -- the model runner's thread ---------------------------------------------------------------
 
@@ -115,7 +111,7 @@ class Sender:
         restored: bool = False,
         missing: bool = False,
     ) -> None:
-        """Begin a transfer; one of that id that has not ended stays as it is.
+        """Begin a transfer.
 
         Args:
             output: The item, if the engine has it from before: ``(num_tokens, width)`` on the
@@ -133,20 +129,18 @@ class Sender:
                 f"transfer {order.transfer_id}: the thread {thread} ended with {error!r}, and no "
                 "item leaves this encode instance; restart it"
             ) from error
-        if order.transfer_id in self._outputs.orders:
-            logger.warning("transfer %s is under way already", order.transfer_id)
-            return
-        ready = self._outputs.add_order(order, output)
-        source = "host" if restored else "cache" if ready else "encoder"
+        source = "host" if restored else "encoder" if output is None else "cache"
         self._metrics.transfers.labels(source).inc()
         self._metrics.in_flight.inc()
-        self._post(lambda now: self._session.submit(order, ready=ready or missing, now=now))
+        kept = None if output is None else self._keep(output)
+        ready = missing or output is not None
+        self._post(lambda now: self._session.submit(order, now=now, output=kept, ready=ready))
 
     def output_ready(self, mm_hash: str, output: torch.Tensor) -> None:
         """Send an item whose computation is queued, ``(num_tokens, width)``."""
-        if not self._outputs.add(mm_hash, output):
-            return
-        self._inbox.append(lambda now: self._session.output_ready(mm_hash))
+        kept = self._keep(output)
+        self.clock.trace("output.ready", behind=kept.computed, mm_hash=mm_hash)
+        self._inbox.append(lambda now: self._session.output_ready(mm_hash, kept))
         # What can be written at once leaves at once: the thread would have to be woken, and then
         # wait for Python's lock, which this one keeps.
         if not (self._writers.are_immediate and self._take_turn(blocking=False)):
@@ -159,19 +153,13 @@ class Sender:
     def reset(self) -> None:
         """Forget all outputs: other weights made them. Transfers that have not ended fail.
 
-        When this returns no write of such an output begins any more, and what is granted from then
-        on is written for none. The engine has forgotten these transfers, and hears of none; they
-        may be ordered again.
+        The engine has forgotten these transfers, and hears of none; they may be ordered again.
         """
-        transfer_ids = list(self._outputs.orders)
-        self._outputs.reset()
+        self._inbox.append(lambda now: self._session.reset(_OUTDATED))
+        self._take_turn(blocking=True)
         self.progress.take_ended()
-
-        def fail(now: float) -> None:
-            for transfer_id in transfer_ids:
-                self._session.fail(transfer_id, OUTDATED)
-
-        self._post(fail)
+        if self._store is not None:
+            self._store.reset()
 
     def close(self, linger_s: float = 0.0) -> None:
         """Stop; writes that are under way end first.
@@ -251,70 +239,85 @@ class Sender:
         return True
 
     def _turn(self) -> None:
-        received = self._control.receive()
         now = time.monotonic()
         while self._inbox:
             with self._surviving():
                 self._inbox.popleft()(now)
-        for address, message in received:
-            with self._surviving(message.transfer_id):
+        for address, message in self._control.receive():
+            with self._surviving(message.attempt):
                 self._session.receive(address, message, now)
         actions = self._session.poll(now)
         writes = deque(actions.writes)
         self._act(actions)
         while writes and not self._is_over:  # After the end no thread waits for a write.
             write = writes.popleft()
-            with self._surviving(write.transfer_id):
+            with self._surviving(write.attempt):
                 result = self._writers.start(write)
                 if result is not None:
                     self._finish_write(result, time.monotonic())
             self._act(self._session.take_actions())
 
     def _act(self, actions: Actions) -> None:
-        """Send messages, and forget what has ended; writes are begun by the caller."""
+        """Send messages, and report what has ended; writes are begun by the caller."""
         for address, message in actions.messages:
-            with self._surviving(message.transfer_id):
+            with self._surviving(message.attempt):
                 try:
                     self._control.send(address, message)
                 except TransportError as error:  # It is sent again; the address may yet be there.
                     logger.error("transfer %s: %s", message.transfer_id, error)
         for finished in actions.finished:
             with self._surviving():
-                self._forget(finished)
+                self._report(finished)
 
-    def _forget(self, finished: Finished) -> None:
+    def _report(self, finished: Finished) -> None:
+        order, output = finished.order, finished.output
         if finished.problem:
-            logger.warning("transfer %s ended: %s", finished.transfer_id, finished.problem)
-        if self._outputs.end_order(finished.transfer_id):
-            self.progress.transfer_ended(finished.transfer_id)
+            logger.warning("transfer %s ended: %s", order.transfer_id, finished.problem)
+        if not finished.is_outdated:
+            self.progress.transfer_ended(order.transfer_id)
         self._metrics.ended.labels("failed" if finished.problem else "settled").inc()
         self._metrics.in_flight.dec()
+        if self._store is not None and order.item_uuid and output and output.fits(order.tensor):
+            self._store.save_caches(order, partial(self._to_host, output))
+
+    def _keep(self, tensor: torch.Tensor) -> EncoderOutput:
+        # The event is behind the computation, and behind the copy if that is not in one piece.
+        whole = tensor.detach().contiguous()
+        output = EncoderOutput(whole, self._copies.platform.record_event(), Future())
+        self.clock.mark(output.computed_at.set_result, output.computed)
+        return output
+
+    def _to_host(self, output: EncoderOutput) -> torch.Tensor:
+        self._copies.platform.set_device(self._copies.index)
+        deadline_s = time.monotonic() + self._wait_timeout_s
+        return self._copies.to_host(output.tensor, after=output.computed, deadline_s=deadline_s)
 
     def _finish_write(self, result: WriteResult, now: float) -> None:
         write, error = result.write, result.error
-        if error is None:
-            with self._surviving(write.transfer_id):
-                self._session.write_done(write.transfer_id, now)
-                self._act(self._session.take_actions())  # The consumer waits; what is counted can.
-                self._metrics.sent_bytes.labels(write.path).inc(write.slot.nbytes)
-                self._metrics.write_s.labels(write.path).observe(result.write_s)
-            return
-        self._metrics.write_failures.labels(write.path).inc()
-        if not isinstance(error, EPDError):
-            logger.error("transfer %s: write failed", write.transfer_id, exc_info=error)
-        if isinstance(error, UnsupportedError):
-            logger.warning("path %s is not offered any more: %s", write.path, error)
-            self._session.withdraw(write.path)
-        self._session.write_failed(write.transfer_id, str(error) or repr(error), now)
+        path, transfer_id = write.path, write.order.transfer_id
+        with self._surviving(write.attempt):
+            if isinstance(error, UnsupportedError):
+                logger.warning("path %s is not offered any more: %s", path, error)
+                self._session.withdraw(path)
+            problem = "" if error is None else str(error) or repr(error)
+            self._session.write_ended(write.attempt, problem, now)
+            self._act(self._session.take_actions())  # The consumer waits; what is counted can.
+            if error is None:
+                self._metrics.sent_bytes.labels(path).inc(write.slot.nbytes)
+                self._metrics.write_s.labels(path).observe(result.write_s)
+                return
+            self._metrics.write_failures.labels(path).inc()
+            if not isinstance(error, EPDError):
+                logger.error("transfer %s: write failed", transfer_id, exc_info=error)
 
     @contextmanager
-    def _surviving(self, transfer_id: str = "") -> Iterator[None]:
-        """End this transfer alone if something goes wrong that no part of the package foresaw."""
+    def _surviving(self, attempt: int = -1) -> Iterator[None]:
+        """End this attempt alone if something goes wrong that no part of the package foresaw."""
         try:
             yield
         except Exception as error:
             self._log_once(error)
-            self._session.fail(transfer_id, str(error) or repr(error))
+            self._session.fail(attempt, str(error) or repr(error))
 
     def _log_once(self, error: Exception) -> None:
         """Log an error that is survived; each kind once."""

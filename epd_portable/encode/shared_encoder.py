@@ -14,7 +14,7 @@ each other:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from epd_portable.encode.dispatcher import Dispatcher
 from epd_portable.encode.producer import TransferOrder
@@ -48,10 +48,6 @@ class SharedEncoder:
         self._orders: list[TransferOrder] = []
         self._ended: list[str] = []
 
-    def __len__(self) -> int:
-        """Return the number of jobs that have not ended."""
-        return len(self._waiting) + (self._current is not None) + len(self._ended)
-
     def arrived(self, request_id: str, items: Sequence[PromptItem]) -> None:
         """Add a job that was sent to the instance."""
         self._waiting[request_id] = items
@@ -61,15 +57,12 @@ class SharedEncoder:
         self._waiting.pop(request_id, None)
         if request_id in self._ended:
             self._ended.remove(request_id)
-        if self._current is not None and self._current.request_id == request_id:
-            self._cache.leave(self._current)
-            self._current = None
-        self._dispatcher.request_finished(request_id)
+        self._leave(request_id)
 
     def fail(self, request_id: str, reason: str) -> None:
         """End a job whose items will not come."""
         if self._current is not None and self._current.request_id == request_id:
-            self._give_up(self._current, reason)
+            self._end(request_id, reason)
 
     def advance(self, *, waits: bool = True) -> None:
         """Prepare a step: end the job whose items are there, and begin others.
@@ -78,13 +71,11 @@ class SharedEncoder:
             waits: Jobs wait for room. In a pause in which nothing runs no room comes back, and a
                 job without room fails.
         """
-        while self._current is not None or self._begin_next():
-            if self._current is not None and not self._is_over(self._current, waits):
-                return
-
-    def transfers_ended(self, transfer_ids: Iterable[str]) -> None:
-        """Give back the room of items whose transfers have ended, well or not."""
-        self._dispatcher.transfers_ended(transfer_ids)
+        while (job := self._current) is not None or self._begin_next():
+            if job is not None:
+                if (end := self._find_end(job, waits)) is None:
+                    return
+                self._end(job.request_id, end)
 
     def take_orders(self) -> list[TransferOrder]:
         """Return what the worker is to send from this step on.
@@ -108,63 +99,54 @@ class SharedEncoder:
         request_id, items = next(iter(self._waiting.items()))
         size = sum({each.mm_hash: each.num_embeds for each in items}.values())
         most = self._cache.cache_size // 2
-        if size <= most < self._dispatcher.kept.embeddings + size:
+        kept = sum(item.num_embeds for _, item in self._dispatcher.kept())
+        if size <= most < kept + size:
             return False
         del self._waiting[request_id]
-        record = None
+        self._tried = False
         if size > most:
             reason = f"it has {size} encoder embeddings, and half of the encoder cache is {most}"
         elif not all(each.has_media and each.media for each in items):
             reason = "the instance has no encoder, or not the media"
         else:
             reason = "an item of another size has its name"
-            record = self._requests.encode_for_others(request_id, items)
-        if record is None:
-            self._lose(request_id, reason)
-        self._current, self._tried = record, False
+            self._current = self._requests.encode_for_others(request_id, items)
+        if self._current is None:
+            self._end(request_id, reason)
         return True
 
-    def _is_over(self, job: ItemRequest, waits: bool) -> bool:
-        """Return whether a job has ended, well or not."""
+    def _find_end(self, job: ItemRequest, waits: bool) -> str | None:
+        """Return why a job fails, empty if its items are there; ``None`` if it goes on.
+
+        An item that a step was to encode is encoded in the background: the step may never come.
+        """
         for claim in job.claims.values():
             item = claim.item
             if item.state in _COMES_FROM_ELSEWHERE:
-                self._give_up(job, "another instance is to bring its item")
-                return True
-            if not claim.is_served and waits:
-                return False
+                return "another instance is to bring its item"
             if not claim.is_served:
-                self._give_up(job, "the instance is paused, and has no room")
-                return True
+                return None if waits else "the instance is paused, and has no room"
             if item.state is State.LOCAL:
-                # For a step of a request that may never come; or it could not be encoded.
                 if self._tried or not self._cache.encode_in_background(claim):
-                    self._give_up(job, "its item could not be encoded")
-                    return True
+                    return "its item could not be encoded"
                 self._tried = True
             if item.state is not State.PRESENT:
-                return False
-        self._orders += self._dispatcher.take_orders([job.request_id])
-        self._end(job)
-        return True
+                return None
+        return ""
 
-    def _give_up(self, job: ItemRequest, reason: str) -> None:
-        self._lose(job.request_id, reason)
-        self._end(job)
+    def _end(self, request_id: str, reason: str) -> None:
+        """Send the items of a job, or have its transfers fail for a reason."""
+        if reason:
+            logger.warning("encode job %s is given up: %s", request_id, reason)
+            self._orders += self._dispatcher.request_finished(request_id)
+        else:
+            self._orders += self._dispatcher.take_orders([request_id])
+        self._leave(request_id)
+        self._ended.append(request_id)
+        trace("encode.answered", request=request_id)
 
-    def _lose(self, request_id: str, reason: str) -> None:
-        """Let consumers hear that what they were promised does not come."""
-        logger.warning("encode job %s is given up: %s", request_id, reason)
-        self._orders += self._dispatcher.take_lost(request_id)
-        self._answer(request_id)
-
-    def _end(self, job: ItemRequest) -> None:
-        self._cache.leave(job)
-        self._current = None
-        self._answer(job.request_id)
-
-    def _answer(self, request_id: str) -> None:
-        if request_id not in self._ended:
-            self._dispatcher.request_finished(request_id)
-            self._ended.append(request_id)
-            trace("encode.answered", request=request_id)
+    def _leave(self, request_id: str) -> None:
+        if self._current is not None and self._current.request_id == request_id:
+            self._cache.leave(self._current)
+            self._current = None
+        self._dispatcher.request_finished(request_id)

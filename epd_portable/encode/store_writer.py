@@ -7,8 +7,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from epd_portable.config.secret import Secret
@@ -31,25 +30,12 @@ _BATCH_BYTES = 8 << 20
 """Entries are written together up to this size."""
 QUEUE_BYTES = 256 << 20
 _NICENESS = 10
-"""Name of the writer's thread."""
+"""Niceness of the writer's thread."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Output:
-    """An encoder output to store.
-
-    Attributes:
-        order: A transfer that it was encoded for; its ``item_uuid`` and ``kind`` make the key.
-        to_host: Returns its bytes, ``(nbytes,)`` uint8 on CPU; blocks, and may raise an `EPDError`.
-    """
-
-    order: TransferOrder
-    to_host: Callable[[], torch.Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that it holds until it is written."""
-        return self.order.tensor.nbytes
+ToHost = Callable[[], "torch.Tensor"]
+"""Function that returns an output's bytes, ``(nbytes,)`` uint8 on CPU; blocks; `EPDError`s."""
+Batch = Sequence[tuple[TransferOrder, ToHost]]
 
 
 def open_writer(config: InstanceConfig, namespace: str) -> StoreWriter | None:
@@ -84,31 +70,35 @@ class StoreWriter:
         self._queue_bytes = queue_bytes
         self._breaker = breaker or CircuitBreaker()
         self._metrics = metrics or StoreMetrics("encode")
-        self._queue: deque[Output] = deque()
+        self._queue: deque[tuple[TransferOrder, ToHost]] = deque()
         self._waiting_bytes = 0
         self._news = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="epd-store-writer", daemon=True)
         self._thread.start()
 
-    def save_caches(self, output: Output) -> None:
-        """Queue an output, unless the queue is full or the breaker open."""
+    def save_caches(self, order: TransferOrder, to_host: ToHost) -> None:
+        """Queue an output, unless the queue is full or the breaker open.
+
+        Args:
+            order: A transfer that it was encoded for; its ``item_uuid`` and ``kind`` make the key.
+        """
         if self._breaker.state == "open":
             self._metrics.dropped("unavailable")
             return
         with self._news:
-            if self._waiting_bytes + output.nbytes > self._queue_bytes:
+            if self._waiting_bytes + order.tensor.nbytes > self._queue_bytes:
                 self._metrics.dropped("full")
                 return
-            self._queue.append(output)
-            self._count(output.nbytes)
+            self._queue.append((order, to_host))
+            self._count(order.tensor.nbytes)
             self._news.notify()
 
     def reset(self) -> None:
         """Drop outputs that are not written: the engine's weights may change."""
         with self._news:
             self._metrics.dropped("unavailable", len(self._queue))
-            self._count(-sum(each.nbytes for each in self._queue))
+            self._count(-_nbytes(self._queue))
             self._queue.clear()
         logger.warning(
             "encoder cache reset: entries of the store have the weights with which engines "
@@ -146,35 +136,33 @@ class StoreWriter:
             finally:
                 self._metrics.breaker(self._breaker)
                 with self._news:
-                    self._count(-sum(each.nbytes for each in batch))
+                    self._count(-_nbytes(batch))
 
-    def _next(self) -> list[Output]:
+    def _next(self) -> Batch:
         """Wait for outputs; return some of the oldest, none at the end."""
         with self._news:
             self._news.wait_for(lambda: self._queue or self._closing)
-            batch: list[Output] = []
-            size = 0
-            while self._queue and (not batch or size + self._queue[0].nbytes <= _BATCH_BYTES):
+            batch: list[tuple[TransferOrder, ToHost]] = []
+            while self._queue and (not batch or _nbytes((*batch, self._queue[0])) <= _BATCH_BYTES):
                 batch.append(self._queue.popleft())
-                size += batch[-1].nbytes
             return batch
 
     def _count(self, nbytes: int) -> None:
         self._waiting_bytes += nbytes
         self._metrics.queued_bytes.set(self._waiting_bytes)
 
-    def _write(self, batch: list[Output]) -> None:
+    def _write(self, batch: Batch) -> None:
         """Write the outputs that the store does not have."""
         wanted = {
-            self._seal.key(self._namespace, each.order.item_uuid, each.order.kind): each
-            for each in batch
+            self._seal.key(self._namespace, order.item_uuid, order.kind): (order, to_host)
+            for order, to_host in batch
         }
         found = self._store.has_caches(list(wanted))
         entries = []
-        for (key, output), head in zip(wanted.items(), found, strict=True):
-            if head is not None and self._is_of(output.order, key, head):
+        for (key, (order, to_host)), head in zip(wanted.items(), found, strict=True):
+            if head is not None and self._is_of(order, key, head):
                 self._metrics.known.inc()
-            elif (entry := self._entry(key, output)) is not None:
+            elif (entry := self._entry(key, order, to_host)) is not None:
                 entries.append(entry)
         evicted = self._store.save_caches(entries) if entries else 0
         if self._breaker.close():
@@ -193,12 +181,11 @@ class StoreWriter:
             return False
         return (head.mm_hash, head.tensor) == (order.mm_hash, order.tensor)
 
-    def _entry(self, key: str, output: Output) -> Entry | None:
-        order = output.order
+    def _entry(self, key: str, order: TransferOrder, to_host: ToHost) -> Entry | None:
         try:
-            if output.nbytes > MAX_PAYLOAD_BYTES:
-                raise StoreFullError(f"{output.nbytes} bytes, at most {MAX_PAYLOAD_BYTES}")
-            payload = output.to_host().numpy().data
+            if order.tensor.nbytes > MAX_PAYLOAD_BYTES:
+                raise StoreFullError(f"{order.tensor.nbytes} bytes, at most {MAX_PAYLOAD_BYTES}")
+            payload = to_host().numpy().data
         except EPDError as error:
             logger.warning("item %s is not stored: %s", order.mm_hash, error)
             self._metrics.dropped("error")
@@ -210,3 +197,7 @@ class StoreWriter:
             modality=order.modality,
             tensor=order.tensor,
         )
+
+
+def _nbytes(outputs: Iterable[tuple[TransferOrder, ToHost]]) -> int:
+    return sum(order.tensor.nbytes for order, _ in outputs)

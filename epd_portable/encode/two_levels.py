@@ -55,13 +55,10 @@ class TwoLevelCache(ItemTable):
         super().__init__(cache_size)
         self._host_bytes = host_bytes
         self._nbytes_of = nbytes_of
-        self._inputs: dict[str, set[int]] = {}
-        """Indices of the items that requests hold, by their ids."""
         self._copies: OrderedDict[str, int] = OrderedDict()
+        """Bytes of each copy; the last one was used last."""
         self._copied_bytes = 0
-        self._dropped: list[str] = []
-        self._restored: list[str] = []
-        self._kept: list[str] = []
+        self._orders = HostOrders()
 
     def grow(self, cache_size: int) -> None:
         """Make the first level as large as this; it never becomes smaller."""
@@ -83,22 +80,21 @@ class TwoLevelCache(ItemTable):
                 num_embeds = request.get_num_encoder_embeds(input_id)
                 if self.make_space(num_embeds):
                     self.occupy(Item(mm_hash, num_embeds), State.PRESENT)
-                    self._restored.append(mm_hash)
+                    self._orders.restored.append(mm_hash)
         return self.check_and_update_cache(request, input_id)
 
     def take_orders(self) -> HostOrders:
         """Return what the worker must do in the step that was just scheduled."""
-        orders = HostOrders(
-            # What has left again meanwhile would stay with the worker for ever.
-            restored=[mm_hash for mm_hash in dict.fromkeys(self._restored) if mm_hash in self],
-            dropped=self._dropped,
-            kept=[mm_hash for mm_hash in self._kept if mm_hash in self._copies],
+        orders, self._orders = self._orders, HostOrders()
+        # What has left again meanwhile would stay with the worker for ever.
+        return HostOrders(
+            restored=[mm_hash for mm_hash in dict.fromkeys(orders.restored) if mm_hash in self],
+            dropped=orders.dropped,
+            kept=[mm_hash for mm_hash in orders.kept if mm_hash in self._copies],
         )
-        self._dropped, self._restored, self._kept = [], [], []
-        return orders
 
-    def take_report(self, *, lost: Set[str] = frozenset(), missing: Set[str]) -> list[Item]:
-        """Forget copies that a worker does not have, and entries; return what these were.
+    def take_report(self, *, lost: Set[str], missing: Set[str]) -> None:
+        """Forget copies that a worker does not have, and entries with all their holders.
 
         What a worker says may be old, and the item encoded again meanwhile: then it is encoded once
         more when it is asked for.
@@ -110,12 +106,10 @@ class TwoLevelCache(ItemTable):
         """
         for mm_hash in lost | missing:
             self._copied_bytes -= self._copies.pop(mm_hash, 0)
-            self._dropped.append(mm_hash)
-        gone = [self.items[mm_hash] for mm_hash in missing if mm_hash in self]
-        for item in gone:
+            self._orders.dropped.append(mm_hash)
+        for item in [self.items[mm_hash] for mm_hash in missing if mm_hash in self]:
             self.release(item, *item.holders)
             self.evict(item)
-        return gone
 
     # -- what vLLM's scheduler calls -------------------------------------------------------------
 
@@ -127,7 +121,6 @@ class TwoLevelCache(ItemTable):
         if item is None or not item.is_here:
             return False
         self.hold(item, request.request_id)
-        self._inputs.setdefault(request.request_id, set()).add(input_id)
         return True
 
     def can_allocate(
@@ -169,33 +162,26 @@ class TwoLevelCache(ItemTable):
         self, request: MultiModalRequest, *args: Any, **kwargs: Any
     ) -> set[int]:
         """Return the indices of the request's items that it holds."""
-        return self._inputs.get(request.request_id, set())
+        features = enumerate(request.mm_features)
+        return {i for i, each in features if request.request_id in self.holders(each.identifier)}
 
     def free_encoder_input(
         self, request: MultiModalRequest, input_id: int, *args: Any, **kwargs: Any
     ) -> None:
         """Release an item that the request has computed past, with its last occurrence."""
-        request_id = request.request_id
-        mm_hash = request.mm_features[input_id].identifier
-        inputs = self._inputs.get(request_id, set())
-        inputs.discard(input_id)
-        if any(request.mm_features[other].identifier == mm_hash for other in inputs):
-            return
-        if not inputs:
-            self._inputs.pop(request_id, None)
-        if (item := self.items.get(mm_hash)) is not None:
-            self.release(item, request_id)
+        mm_hash, *behind = (each.identifier for each in request.mm_features[input_id:])
+        if mm_hash in self.items and mm_hash not in behind:
+            self.release(self.items[mm_hash], request.request_id)
 
     def free(self, request: MultiModalRequest, *args: Any, **kwargs: Any) -> None:
         """Release everything that a request holds, at its end."""
-        for input_id in list(self.get_cached_input_ids(request)):
+        for input_id in self.get_cached_input_ids(request):
             self.free_encoder_input(request, input_id)
 
     def reset(self, *args: Any, **kwargs: Any) -> None:
         """Forget every entry and every copy: other weights make other outputs."""
         super().reset(*args, **kwargs)
-        self._inputs.clear()
-        self._dropped += self._copies
+        self._orders.dropped.extend(self._copies)
         self._copies.clear()
         self._copied_bytes = 0
 
@@ -209,7 +195,7 @@ class TwoLevelCache(ItemTable):
         while self._copied_bytes + nbytes > self._host_bytes:
             oldest, freed = self._copies.popitem(last=False)
             self._copied_bytes -= freed
-            self._dropped.append(oldest)
+            self._orders.dropped.append(oldest)
         self._copies[mm_hash] = nbytes
         self._copied_bytes += nbytes
-        self._kept.append(mm_hash)
+        self._orders.kept.append(mm_hash)

@@ -55,9 +55,6 @@ class SenderMetrics(Instruments):
         self.in_flight = self._gauge(
             "epd_encode_transfers_in_flight", "Transfers that have not ended."
         )
-        self.retained_bytes = self._gauge(
-            "epd_encode_retained_bytes", "Bytes of encoder outputs kept for transfers."
-        )
 
 
 class ConsumerMetrics(Instruments):

@@ -74,16 +74,16 @@ class PDRunnerMixin(TracedRunner):
         """Run one step of the engine, with tokens or without."""
         self.epd.begin_step(scheduler_output.ec_connector_metadata, self.encoder_cache)
         if scheduler_output.total_num_scheduled_tokens:
-            self.epd.encoder.take_turn()
+            self.epd.encoder.turns.take_turn()
             try:
                 # Within it vLLM asks ``get_finished``.
                 output = super().execute_model(scheduler_output, *args, **kwargs)
             except BaseException:
-                self.epd.encoder.end_turn()
+                self.epd.encoder.turns.end_turn()
                 raise
             # Without an output vLLM calls `sample_tokens` next: that is the same step.
             if output is not None:
-                self.epd.encoder.end_turn()
+                self.epd.encoder.turns.end_turn()
             return output
         output = super().execute_model(scheduler_output, *args, **kwargs)
         return _with_report(output, self.epd.end_step())
@@ -93,7 +93,7 @@ class PDRunnerMixin(TracedRunner):
         try:
             return super().sample_tokens(*args, **kwargs)
         finally:
-            self.epd.encoder.end_turn()
+            self.epd.encoder.turns.end_turn()
 
     def _update_states(self, *args: Any, **kwargs: Any) -> Any:
         # Makes the generators of new requests and the batch, before anything is drawn (0.26 to

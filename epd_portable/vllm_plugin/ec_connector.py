@@ -238,13 +238,11 @@ class EncodeScheduler(SchedulerConnector):
             self._grow(int(nbytes))
         for step in report["computed"]:
             self.computed_step = max(self.computed_step, int(step))
-        gone = self._cache.take_report(lost=report["copy lost"], missing=report["missing"])
-        for item in gone:
-            self._dispatcher.kept.lost(item)
+        self._cache.take_report(lost=report["copy lost"], missing=report["missing"])
 
     def take_unavailable_requests(self, *args: Any, **kwargs: Any) -> set[str]:
         """Return requests whose items can never be encoded."""
-        return self.queue.take_hopeless()
+        return self.queue.take_too_large()
 
     def request_finished(
         self, request: Request, *args: Any, **kwargs: Any
@@ -375,8 +373,7 @@ class PDScheduler(SchedulerConnector):
         self, connector_output: ECConnectorOutput, *args: Any, **kwargs: Any
     ) -> None:
         """Take in what `PDWorker` reports."""
-        if connector_output.finished_sending:
-            self.encoder.transfers_ended(connector_output.finished_sending)
+        self._dispatcher.transfers_ended(connector_output.finished_sending or ())
         report = from_names(connector_output.finished_recving)
         for each in report["encoded"] - report["not encoded"]:
             self._cache.encoded(each)

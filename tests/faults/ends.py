@@ -79,7 +79,7 @@ def settle(pd: PrefillSide, sender: Sender) -> None:
     """Step until neither end keeps anything; an undelivered item may be kept for its deadline."""
     end_s = time.monotonic() + DEADLINE_S
     while True:
-        kept = pd.kept() | {"orders": len(sender._outputs.orders), "sent": len(sender._outputs)}
+        kept = pd.kept() | {"sent": len(sender._session) + len(sender._inbox)}
         left = {name: count for name, count in kept.items() if count}
         if not left:
             return

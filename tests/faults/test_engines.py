@@ -44,7 +44,6 @@ IDLE = (
     ("ec_producer", "vllm:num_requests_running"),
     ("ec_producer", "vllm:num_requests_waiting"),
     ("ec_producer", "epd_encode_transfers_in_flight"),
-    ("ec_producer", "epd_encode_retained_bytes"),
     ("ec_consumer", "vllm:num_requests_waiting"),
     ("ec_consumer", "epd_pd_transfers_in_flight"),
     ("ec_consumer", "epd_pd_transfers_waiting"),

@@ -59,7 +59,7 @@ def test_a_producer_has_as_many_files_after_many_restarts_as_after_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Writers start, and connect, when they first have something to do.
-    monkeypatch.setattr("epd_portable.encode.outputs._WRITERS", 1)
+    monkeypatch.setattr("epd_portable.encode.writers._WRITERS", 1)
     address, _ = addresses(tmp_path)
     pool, data_address = pool_name(), f"tcp://127.0.0.1:{free_port()}"
     sender = producer(path, close, **PATIENT)

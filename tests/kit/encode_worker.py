@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 
-from epd_portable.encode.outputs import WriteResult
+from epd_portable.encode.writers import WriteResult
 from epd_portable.errors import TransportError
 from epd_portable.platforms.base import MemoryInfo
 from epd_portable.platforms.traits import TRAITS
@@ -168,41 +168,36 @@ class Writers:
 
     are_immediate = True
 
-    def __init__(self, outputs: Any, on_result: Callable[[WriteResult], None]) -> None:
-        self._outputs, self._on_result = outputs, on_result
+    def __init__(self, on_result: Callable[[WriteResult], None]) -> None:
+        self._on_result = on_result
         self.lasts: Callable[[], int] = lambda: 0
         """Turns that a write lasts."""
         self.fails: Callable[[], bool] = lambda: False
-        self.written: dict[str, int] = {}
-        """Content of what was written last, by transfer."""
+        self.written: dict[int, int] = {}
+        """Content of what was written last, by attempt."""
         self._under_way: list[list[Any]] = []
 
-    def open(self) -> None:
-        """Start no threads."""
-
     def start(self, write: Any) -> WriteResult | None:
-        try:
-            output = self._outputs.output_for(write.transfer_id)
-        except TransportError as error:
-            return WriteResult(write=write, error=error)
+        if write.output is None:
+            return WriteResult(write=write, error=TransportError("its output is not there"))
         turns = self.lasts()
-        if turns == 0 and output.computed.done():
-            return self._end(write, output)
-        self._under_way.append([turns, write, output])
+        if turns == 0 and write.output.computed.done():
+            return self._end(write)
+        self._under_way.append([turns, write])
         return None
 
     def turn(self) -> None:
         """Let writes go on for a turn."""
         for each in list(self._under_way):
             each[0] -= 1
-            if each[0] < 0 and each[2].computed.done():
+            if each[0] < 0 and each[1].output.computed.done():
                 self._under_way.remove(each)
-                self._on_result(self._end(each[1], each[2]))
+                self._on_result(self._end(each[1]))
 
-    def _end(self, write: Any, output: Any) -> WriteResult:
+    def _end(self, write: Any) -> WriteResult:
         if self.fails():
             return WriteResult(write=write, error=TransportError("a fault of the test"))
-        self.written[write.transfer_id] = content_of(output.tensor)
+        self.written[write.attempt] = content_of(write.output.tensor)
         return WriteResult(write=write)
 
 
@@ -278,10 +273,8 @@ class EncodeWorkerHalf:
                 raise torch.OutOfMemoryError("a fault of the test")
             return alone(output)
 
-        def new_writers(
-            config: Any, copies: Any, keys: Any, outputs: Any, *, on_result: Any, on_death: Any
-        ) -> Writers:
-            made["writers"] = Writers(outputs, on_result)
+        def new_writers(*given: Any, on_result: Any, on_death: Any) -> Writers:
+            made["writers"] = Writers(on_result)
             return made["writers"]
 
         def new_control(*given: Any) -> Control:
@@ -388,7 +381,7 @@ class EncodeWorkerHalf:
 
     def _send(self, address: str, message: AnyMessage) -> None:
         if isinstance(message, Written):
-            sent = self.writers.written[message.transfer_id]
+            sent = self.writers.written[message.attempt]
             if sent != self.weights:
                 self._violations.append(
                     f"{message.transfer_id} brings what weights {sent} made, not {self.weights}"

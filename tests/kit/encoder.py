@@ -30,11 +30,10 @@ class _Clock:
         return self.others.now + self.ahead_s
 
 
-@dataclass
+@dataclass(eq=False)
 class _Writing:
     write: Write
     turns: int
-    content: str
     problem: str = ""
 
 
@@ -80,10 +79,10 @@ class Encoder:
         self.session_id = f"{self.name}-life-{self.life}"
         self.is_stopped = False
         self.inbox: list[AnyMessage] = []
-        self._submitted: set[str] = set()
         self._computing: dict[str, int] = {}
         self._outputs: dict[str, str] = {}
-        self._writing: dict[str, _Writing] = {}
+        self._writing: list[_Writing] = []
+        self._under_way: set[str] = set()
         self.session = ProducerSession(
             PeerDescriptor(
                 instance=self.name,
@@ -101,24 +100,26 @@ class Encoder:
         return self.session_id.encode()
 
     def submit(self, transfer_id: str, name: str, tensor: TensorSpec) -> None:
-        """An item is to be encoded, and brought to the instance."""
+        """An item is to be encoded, and brought to the instance; once, as by a `Dispatcher`."""
+        if transfer_id in self._under_way:
+            return
+        self._under_way.add(transfer_id)
         if not self.is_perfect and self._rng.random() < 0.02:
             wrong = (tensor.shape[0] + 1, *tensor.shape[1:])
             tensor = msgspec.structs.replace(tensor, shape=wrong)
         order = TransferOrder(
             transfer_id=transfer_id, mm_hash=name, consumer=ADDRESS, tensor=tensor, item_uuid=name
         )
-        self.session.submit(order, ready=name in self._outputs, now=self.clock.now)
-        self._submitted.add(transfer_id)
+        output = self._outputs.get(name)
+        self.session.submit(order, now=self.clock.now, output=output, ready=output is not None)
         if name not in self._outputs:
             self._computing.setdefault(name, self._rng.choice([0, 0, 1, 3, 10]))
 
     def reset(self) -> None:
         """Forget all outputs, as weights change; transfers that have not ended fail."""
         self._outputs.clear()
-        for transfer_id in list(self._submitted):
-            self.session.fail(transfer_id, "the encoder cache was reset")
-        self._submitted.clear()
+        self._under_way.clear()
+        self.session.reset("the encoder cache was reset")
 
     def turn(self) -> list[Received]:
         """Go on for a turn; return what it sends, as the instance reads that."""
@@ -138,10 +139,13 @@ class Encoder:
                     self.seen["items that an encoder had no memory for"] += 1
                 else:
                     self._outputs[name] = self._pool.output(name)
-                self.session.output_ready(name)
-        for transfer_id, writing in list(self._writing.items()):
-            self._write(transfer_id, writing)
+                self.session.output_ready(name, self._outputs.get(name))
+        for writing in list(self._writing):
+            self._write(writing)
         actions = self.session.poll(now)
+        for finished in actions.finished:
+            if not finished.is_outdated:
+                self._under_way.discard(finished.order.transfer_id)
         for write in actions.writes:
             self._begin(write)
         return [self._foreign(message) for _, message in actions.messages]
@@ -160,30 +164,26 @@ class Encoder:
 
     def _begin(self, write: Write) -> None:
         rng = self._rng
-        content = self._outputs.get(write.mm_hash, "")
-        writing = _Writing(write, rng.choice([0, 0, 1, 2, 6, 30]), content)
+        writing = _Writing(write, rng.choice([0, 0, 1, 2, 6, 30]))
         if not self.is_perfect and rng.random() < 0.1:
             writing.problem = "the write failed"
-        if not content:
-            self.session.write_failed(write.transfer_id, "it was not encoded", self.clock.now)
+        if write.output is None:
+            self.session.write_ended(write.attempt, "it was not encoded", self.clock.now)
             return
-        self._writing[write.transfer_id] = writing
+        self._writing.append(writing)
         self._put(writing, TORN)
         if writing.turns == 0:
-            self._write(write.transfer_id, writing)
+            self._write(writing)
 
-    def _write(self, transfer_id: str, writing: _Writing) -> None:
+    def _write(self, writing: _Writing) -> None:
         writing.turns -= 1
         if writing.turns >= 0:
             return
-        del self._writing[transfer_id]
+        self._writing.remove(writing)
         if not writing.problem:
-            self._put(writing, writing.content)
+            self._put(writing, writing.write.output)
         self.writes_ended += 1
-        if writing.problem:
-            self.session.write_failed(transfer_id, writing.problem, self.clock.now)
-        else:
-            self.session.write_done(transfer_id, self.clock.now)
+        self.session.write_ended(writing.write.attempt, writing.problem, self.clock.now)
 
     def _put(self, writing: _Writing, content: str) -> None:
         slot = writing.write.slot

@@ -169,7 +169,7 @@ def write_unit(encoder: Encoder, transfer_id: str, pd: Pd) -> str:
         return ""
     assert pd.may_be_touched(write), "a slot was written that is somebody else's"
     place = write.slot.offset // TOKEN_BYTES + index
-    pd.memory.units[place] = Unit(write.mm_hash, index, write.slot.generation)
+    pd.memory.units[place] = Unit(write.order.mm_hash, index, write.slot.generation)
     encoder.progress[transfer_id] = index + 1
     return ""
 

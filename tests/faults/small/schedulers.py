@@ -144,8 +144,8 @@ class EncodeScheduler(Scheduler):
         )
 
     def ended(self, request: Request) -> dict[str, object] | None:
-        outcome = self._dispatcher.request_finished(request.request_id)
-        return to_params(outcome) if outcome is not None else None
+        self._dispatcher.request_finished(request.request_id)
+        return None
 
     def schedule(self) -> Step:
         encode: list[Item] = []
@@ -170,9 +170,8 @@ class EncodeScheduler(Scheduler):
     def state(self) -> dict[str, int]:
         dispatcher = self._dispatcher
         return {
-            "cache.inputs": len(self.cache._inputs),
             "waiting": len(dispatcher._waiting),
-            "sending": len(dispatcher.kept),
+            "sending": len(dispatcher.kept()),
         }
 
 

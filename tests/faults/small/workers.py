@@ -64,9 +64,12 @@ class EncodeWorker:
             self._cache[mm_hash] = output
             self._sender.output_ready(mm_hash, output)
         sender = self._sender
-        kept = {"orders": len(sender._outputs.orders), "outputs": len(sender._outputs)}
-        kept["unwritten"] = self._store._waiting_bytes if self._store else 0
-        state = {**kept, "transfers": len(sender._session), "items": len(self._cache)}
+        unwritten = self._store._waiting_bytes if self._store else 0
+        state = {
+            "unwritten": unwritten,
+            "transfers": len(sender._session),
+            "items": len(self._cache),
+        }
         return Done([], sender.progress.take_ended(), state)
 
 

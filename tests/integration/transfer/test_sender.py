@@ -13,7 +13,7 @@ import torch
 import zmq
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.encode import outputs as outputs_module
+from epd_portable.encode import writers as writers_module
 from epd_portable.encode.sender import _IDLE_POLL_S, Sender
 from epd_portable.errors import PlatformError, TransportError
 from epd_portable.transfer.copies import DeviceCopies
@@ -69,8 +69,7 @@ def ended(sender: Sender, pd: PrefillSide, *transfer_ids: str) -> None:
 
 
 def assert_nothing_is_kept(sender: Sender) -> None:
-    outputs = sender._outputs
-    assert (outputs.orders, len(outputs), dict(outputs._users)) == ({}, 0, {})
+    assert not sender._inbox and not len(sender._session)
 
 
 def test_an_output_is_kept_until_its_transfers_end(sender: Sender, pd: PrefillSide) -> None:
@@ -82,23 +81,10 @@ def test_an_output_is_kept_until_its_transfers_end(sender: Sender, pd: PrefillSi
     assert counts["epd_encode_transfers_ended_total{result=settled}"] == 1
     assert counts["epd_encode_sent_bytes_total{path=shm}"] == output("cat", 10).nbytes
     sender.submit(order("t-late", "cat", pd.address, 10), output("cat", 10))
-    assert len(sender._outputs) == 1
     pd.shell._transfers.decline("t-late")
     ended(sender, pd, "t-late")
     sender.output_ready("cat", output("cat", 10))
     assert_nothing_is_kept(sender)
-
-
-def test_an_order_given_twice_is_one_transfer(sender: Sender, pd: PrefillSide) -> None:
-    pd.arrive("r", "cat", 10)
-    for _ in range(3):
-        sender.submit(order("t-r", "cat", pd.address, 10), None)
-    sender.output_ready("cat", output("cat", 10))
-    ended(sender, pd, "t-r")
-    assert_nothing_is_kept(sender)
-    begin(sender, pd, "s", "dog")
-    ended(sender, pd, "t-s")
-    assert pd.placed == ["cat", "dog"]
 
 
 def test_bad_addresses_harm_none(make_pd: Callable[..., PrefillSide], path: str) -> None:
@@ -277,7 +263,7 @@ def test_a_sender_that_stops_can_be_woken(path: str, monkeypatch: pytest.MonkeyP
 def test_short_copy_runs_on_the_sending_thread_and_a_long_one_beside(
     sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outputs_module, "CHUNK_BYTES", output("cat", 10).nbytes)
+    monkeypatch.setattr(writers_module, "CHUNK_BYTES", output("cat", 10).nbytes)
     writers: list[str] = []
     path_writer = sender._writers.path_writer("shm")
     real = path_writer.write
@@ -300,7 +286,7 @@ def stuck(
     sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[threading.Event]:
     """A write that is under way, far beyond its lease, until the event is set."""
-    monkeypatch.setattr(outputs_module, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(writers_module, "CHUNK_BYTES", 0)
     let_go, begun = threading.Event(), threading.Event()
     path_writer = sender._writers.path_writer("shm")
     real = path_writer.write
@@ -320,7 +306,7 @@ def stuck(
 def test_close_leaves_a_stuck_write_and_its_memory_alone(
     sender: Sender, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outputs_module, "CLOSE_S", 0.1)
+    monkeypatch.setattr(writers_module, "CLOSE_S", 0.1)
     closed: list[bool] = []
     monkeypatch.setattr(sender._writers.path_writer("shm"), "close", lambda: closed.append(True))
     sender.close()
@@ -333,7 +319,7 @@ def test_ended_sender_writes_no_more(path: str, pd: PrefillSide) -> None:
     pd.arrive("r", "cat", 10)
     sender.submit(order("t-r", "cat", pd.address, 10), None)
     pd.step_until(lambda: pd.granted("t-r"))
-    transfer = sender._session._transfers["t-r"]
+    (transfer,) = sender._session._transfers.values()
     pd.step_until(lambda: transfer.grant is not None)
     with sender._turns:
         sender._is_over = True

@@ -38,7 +38,7 @@ class EncodeWorker(logging.Handler):
         _tell(self._writing.set, copies.DeviceCopies, "queue")
         _tell(self._writing.set, CollectiveWriter, "write")
         _tell(functools.partial(self._note, "queued"), copies.DeviceCopies, "queue")
-        _tell(functools.partial(self._note, "written"), ProducerSession, "write_done")
+        _tell(functools.partial(self._note, "written"), ProducerSession, "write_ended")
         self._sender = make_sender(path, wait_timeout_s, "npu")
         self._ended: set[str] = set()
 
@@ -87,7 +87,8 @@ class EncodeWorker(logging.Handler):
 
     def wait_until_granted(self, transfer_id: str) -> None:
         deadline_s = _now_s() + DEADLINE_S
-        transfer = self._sender._session._transfers[transfer_id]
+        transfers = self._sender._session._transfers.values()
+        [transfer] = [each for each in transfers if each.order.transfer_id == transfer_id]
         while transfer.grant is None:
             assert _now_s() < deadline_s, "it has not been granted"
             time.sleep(0.001)

@@ -98,7 +98,7 @@ def test_items_are_encoded_one_by_one_while_the_caller_goes_on(
 
 
 @contextmanager
-def step(turns: ComputeTurns | BackgroundEncoder) -> Iterator[None]:
+def step(turns: ComputeTurns) -> Iterator[None]:
     turns.take_turn()
     yield
     turns.end_turn()
@@ -210,13 +210,13 @@ def test_step_computes_between_two_modules_of_the_encoder(
     background = BackgroundEncoder(tower.encode, tower.blocks, "tokens")
     background.submit(encoding("a"))
     until(lambda: tower.begun == [0])
-    waiting = threading.Thread(target=background.take_turn)
+    waiting = threading.Thread(target=background.turns.take_turn)
     waiting.start()
     until(lambda: background.turns._stepping)
     tower.may.release(3)
     waiting.join()
     assert tower.begun == [0]
-    background.end_turn()
+    background.turns.end_turn()
     until(lambda: tower.begun == [0, 1, 2])
     background.close()
 
@@ -226,7 +226,7 @@ def test_a_turn_lasts_though_a_step_waits(tower: Tower) -> None:
     background.submit(encoding("a"))
     until(lambda: tower.begun == [0])
     tower.may.release(3)
-    with step(background):
+    with step(background.turns):
         assert tower.begun == [0, 1, 2]
     background.close()
 
@@ -235,7 +235,7 @@ def test_a_step_that_encodes_by_itself_does_not_wait_for_itself(
     tower: Tower, background: BackgroundEncoder
 ) -> None:
     tower.may.release(3)
-    with step(background), torch.inference_mode():
+    with step(background.turns), torch.inference_mode():
         assert tower.encode(encoding("a")).tolist() == [[3.0] * 3] * 2
 
 
@@ -256,7 +256,7 @@ def test_an_item_that_cannot_be_encoded_is_told_and_the_next_one_comes(
     assert background.take_ended() == ({"broken"}, {"b"})
     assert "item broken could not be encoded beside the steps" in caplog.text
     assert "no such tower" in caplog.text
-    with step(background):
+    with step(background.turns):
         """Nothing keeps it waiting."""
 
 

@@ -37,6 +37,9 @@ class Desk:
     def take(self, *scheduled: str) -> list[tuple[str, str]]:
         return [(o.transfer_id, o.mm_hash) for o in self.dispatcher.take_orders(scheduled)]
 
+    def kept(self) -> set[tuple[str, str]]:
+        return {(consumer, item.mm_hash) for consumer, item in self.dispatcher.kept()}
+
 
 @pytest.fixture
 def desk() -> Desk:
@@ -57,21 +60,33 @@ def test_room_is_kept_for_each_consumer_beyond_the_request_until_the_transfers_e
     desk: Desk,
 ) -> None:
     r = desk.arrive("r", "ab", {"ta": "a", "tb": "b"})
-    dispatcher, kept = desk.dispatcher, desk.dispatcher.kept
+    dispatcher = desk.dispatcher
     assert (dispatcher.consumer("r"), dispatcher.consumer("another")) == (CONSUMER, "")
     for input_id in (0, 1):
         desk.cache.allocate(r, input_id)
-    assert not kept.by_consumer()
+    assert not dispatcher.kept()
     desk.take("r")
     dispatcher.request_finished("r")
     desk.cache.free(r)
     assert dispatcher.consumer("r") == ""
-    assert (kept.by_consumer(), desk.cache.num_freeable_slots) == ({CONSUMER: 2}, 8)
+    assert desk.kept() == {(CONSUMER, "a"), (CONSUMER, "b")}
+    assert desk.cache.num_freeable_slots == 8
     dispatcher.transfers_ended(["ta", "unknown"])
-    assert (kept.by_consumer(), dispatcher.busy) == ({CONSUMER: 1}, True)
+    assert desk.kept() == {(CONSUMER, "b")} and dispatcher.busy
     dispatcher.transfers_ended(["ta", "tb"])
-    assert not kept.by_consumer() and not dispatcher.busy
+    assert not dispatcher.kept() and not dispatcher.busy
     assert desk.cache.num_freeable_slots == 10
+
+
+def test_item_is_kept_once_for_each_consumer_until_it_is_lost(desk: Desk) -> None:
+    r = desk.arrive("r", "a", {"t1": "a", "t2": "a"})
+    desk.cache.allocate(r, 0)
+    desk.take("r")
+    assert desk.kept() == {(CONSUMER, "a")}
+    desk.dispatcher.transfers_ended(["t1"])
+    assert desk.kept() == {(CONSUMER, "a")}
+    desk.cache.reset()
+    assert not desk.kept() and desk.dispatcher.busy
 
 
 def test_a_transfer_without_an_item_is_left_out(desk: Desk) -> None:

@@ -33,6 +33,7 @@ LEASE_S, TIMEOUT_S, RESEND_S = 10.0, 30.0, 1.0
 ANNOUNCED = Announce(transfer_id="t", mm_hash="item", tensor=SPEC, producer=peer())
 WRITTEN = Written(transfer_id="t", generation=1)
 ABORT = Abort(transfer_id="t", reason="why")
+ABORT_BY_RESET = Abort(transfer_id="t", reason="reset")
 RELEASED = Nack(transfer_id="t", code=NackCode.RELEASED, detail="the slot is not written any more")
 OTHER_ITEM = Nack(transfer_id="t", code=NackCode.UNEXPECTED, detail="another size")
 FINAL: list[tuple[AnyMessage, str]] = [
@@ -56,8 +57,12 @@ def grant(generation: int = 1, transfer_id: str = "t", attempt: int = 0) -> Gran
 
 
 def ended(problem: str, *messages: AnyMessage) -> Actions:
-    finished = Finished(transfer_id="t", mm_hash="item", problem=problem)
+    finished = Finished(order("t"), problem)
     return Actions(messages=[(PD, each) for each in messages], finished=[finished])
+
+
+def order(transfer_id: str, mm_hash: str = "item") -> TransferOrder:
+    return TransferOrder(transfer_id=transfer_id, mm_hash=mm_hash, consumer=PD, tensor=SPEC)
 
 
 @dataclass
@@ -68,8 +73,7 @@ class Desk:
     )
 
     def submit(self, transfer_id: str = "t", mm_hash: str = "item", *, ready: bool = False) -> None:
-        order = TransferOrder(transfer_id=transfer_id, mm_hash=mm_hash, consumer=PD, tensor=SPEC)
-        self.session.submit(order, ready=ready, now=self.now)
+        self.session.submit(order(transfer_id, mm_hash), ready=ready, now=self.now)
 
     def receive(self, *messages: AnyMessage, consumer: str = PD) -> None:
         for message in messages:
@@ -95,14 +99,11 @@ class Desk:
             self.session.output_ready("item")
             assert len(self.poll().writes) == 1
         if state == "written":
-            self.session.write_done("t", self.now)
+            self.session.write_ended(0, "", self.now)
             assert self.messages() == [WRITTEN]
 
-    def end_write(self, *, well: bool) -> None:
-        if well:
-            self.session.write_done("t", self.now)
-        else:
-            self.session.write_failed("t", "no such pool", self.now)
+    def end_write(self, *, well: bool, attempt: int = 0) -> None:
+        self.session.write_ended(attempt, "" if well else "no such pool", self.now)
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_an_output_is_for_every_transfer_of_its_item_only(desk: Desk) -> None:
         desk.submit(transfer_id, mm_hash)
         desk.receive(grant(number, transfer_id, attempt=number))
     desk.session.output_ready("item")
-    assert [write.transfer_id for write in desk.poll().writes] == ["t", "u"]
+    assert [write.order.transfer_id for write in desk.poll().writes] == ["t", "u"]
 
 
 @pytest.mark.parametrize(("state", "question"), [("asking", ANNOUNCED), ("written", WRITTEN)])
@@ -129,7 +130,7 @@ def test_what_is_not_answered_is_said_again(desk: Desk, state: str, question: An
 
 def test_written_can_be_had_without_a_poll(desk: Desk) -> None:
     desk.reach("writing")
-    desk.session.write_done("t", desk.now)
+    desk.end_write(well=True)
     assert desk.session.take_actions() == Actions(messages=[(PD, WRITTEN)])
 
 
@@ -168,64 +169,65 @@ def test_a_write_outlasts_its_end(
 @pytest.mark.parametrize("state", ["asking", "writing"])
 def test_a_transfer_that_fails_here_ends_with_its_write(desk: Desk, state: str) -> None:
     desk.reach(state)
-    desk.session.fail("t", "no files")
+    desk.session.fail(0, "no files")
     if state == "writing":
         assert desk.poll(TIMEOUT_S) == Actions()
         desk.end_write(well=True)
-    desk.session.fail("unknown", "no files")
+    desk.session.fail(77, "no files")
     assert desk.poll() == ended("no files", Abort(transfer_id="t", reason="no files"))
 
 
 # -- duplicates, late, unknown and foreign messages ----------------------------------------------
 
 
-def test_submitting_a_transfer_twice_changes_nothing(desk: Desk) -> None:
-    desk.reach("asking")
-    desk.submit(ready=True)
-    assert desk.messages() == []
-    desk.receive(grant())
-    assert desk.poll().writes == []
-
-
 def test_a_transfer_that_fails_before_its_announcement_is_announced_first(desk: Desk) -> None:
     desk.submit()
-    desk.session.fail("t", "reset")
+    desk.session.fail(0, "reset")
     assert desk.poll() == ended("reset", ANNOUNCED, Abort(transfer_id="t", reason="reset"))
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_a_transfer_that_is_failed_and_submitted_again_during_a_write_ends_each_time(
-    desk: Desk, times: int
-) -> None:
+def test_transfer_submitted_again_after_a_reset_outlives_it(desk: Desk, times: int) -> None:
     desk.reach("writing")
     ends = []
     for _ in range(times):
-        desk.session.fail("t", "reset")
+        desk.session.reset("reset")
         desk.submit()
         ends += desk.poll().finished
     desk.end_write(well=True)
-    ends += desk.poll().finished
-    assert len(ends) == times and all(each.problem for each in ends)
+    assert desk.session.take_actions().messages == [(PD, ABORT_BY_RESET)], "nothing is written"
+    desk.session.output_ready("item", "output")
     desk.receive(grant(attempt=times))
-    desk.session.output_ready("item")
-    assert len(desk.poll().writes) == 1
-    desk.end_write(well=True)
+    (write,) = desk.poll().writes
+    assert (write.attempt, write.output) == (times, "output")
+    desk.end_write(well=True, attempt=times)
     desk.receive(Injected(transfer_id="t", attempt=times))
-    assert desk.poll().finished == [Finished(transfer_id="t", mm_hash="item", problem="")]
+    assert desk.poll().finished == [Finished(order("t"), output="output")]
+    assert len(ends) == times - 1 and all(each.is_outdated for each in ends)
     assert len(desk.session) == 0
 
 
-def test_transfer_submitted_during_a_write_fails_with_it(desk: Desk) -> None:
-    desk.reach("writing")
-    desk.session.fail("t", "reset")
-    desk.submit(ready=True)
-    desk.session.fail("t", "reset again")
+def test_output_of_a_write_is_dropped_at_a_reset(desk: Desk) -> None:
+    desk.submit()
+    desk.session.output_ready("item", "old")
+    desk.receive(grant())
+    assert [each.output for each in desk.poll().writes] == ["old"]
+    desk.session.reset("reset")
+    desk.session.output_ready("item", "new")
+    desk.submit()
+    desk.receive(OTHER_ITEM)
     desk.end_write(well=True)
-    actions = desk.poll()
-    assert [each.problem for each in actions.finished] == 2 * ["reset again"]
-    assert [type(each) for _, each in actions.messages] == [Abort, Announce, Abort]
-    desk.receive(grant(attempt=1))
-    assert not desk.poll().writes and len(desk.session) == 0
+    (finished,) = desk.poll().finished
+    assert (finished.output, finished.is_outdated) == (None, True)
+
+
+def test_output_is_returned_with_the_last_transfer_of_its_item(desk: Desk) -> None:
+    desk.submit("t")
+    desk.session.output_ready("item", "output")
+    desk.submit("u")
+    for attempt, transfer_id in enumerate("tu"):
+        desk.receive(NotNeeded(transfer_id=transfer_id, attempt=attempt))
+    assert [each.output for each in desk.poll().finished] == [None, "output"]
 
 
 @pytest.mark.parametrize("consumer", [PD, OTHER])

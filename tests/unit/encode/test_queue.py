@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
@@ -8,9 +9,14 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from epd_portable.encode.queue import EncodeQueue, KeptRoom, StepLimits
+from epd_portable.config.secret import Secret
+from epd_portable.encode.dispatcher import Dispatcher, EncodedItem
+from epd_portable.encode.queue import EncodeQueue, StepLimits
 from epd_portable.encode.two_levels import TwoLevelCache
-from epd_portable.items.table import Item
+from epd_portable.wire.params import EncodeParams, EncodeTransfer
+from tests.unit.items.harness import spec
+
+SECRET = Secret("a secret that only this test has")
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,10 @@ class Desk:
         self, *, cache: int = 10, embeddings: int = 10, together: int = 10**9, tokens: int = 100
     ) -> None:
         self.cache = TwoLevelCache(cache, 0, lambda request, index: 1)
-        self.kept = KeptRoom()
+        self.dispatcher = Dispatcher(self.cache, SECRET)
         limits = StepLimits(embeddings=embeddings, together=together, tokens=tokens)
-        self.queue = EncodeQueue(self.cache, limits, self.kept, remember_s=10.0)
+        self.queue = EncodeQueue(self.cache, limits, self.dispatcher.kept, remember_s=10.0)
         self.requests: dict[str, FakeEncodeRequest] = {}
-        self.consumers: dict[str, str] = {}
         self.now = 1000.0
 
     def arrive(
@@ -68,7 +73,9 @@ class Desk:
     ) -> FakeEncodeRequest:
         arriving = self.requests[request_id] = FakeEncodeRequest(request_id, *items)
         arriving.num_prompt_tokens += text
-        self.consumers[request_id] = to
+        encoded = [EncodedItem(name, "image", spec(size)) for name, size in items]
+        transfers = tuple(_transfer(f"{name} of {request_id}", name, to) for name, _ in items)
+        self.dispatcher.request_arrived(request_id, encoded, EncodeParams(transfers=transfers))
         self.queue.arrived(arriving, to, self.now)
         return arriving
 
@@ -81,14 +88,11 @@ class Desk:
         started = [name for name in self.requests if self.queue.may_start(name)]
         ended = {name: self.requests.pop(name) for name in started}
         for name, encoded in ended.items():
-            for index, feature in enumerate(encoded.mm_features):
+            for index in range(len(encoded.mm_features)):
                 if not self.cache.check_and_update_cache(encoded, index):
                     assert self.cache.can_allocate(encoded, index, 10**9, 0)
                     self.cache.allocate(encoded, index)
-                transfer = f"{feature.identifier} of {name}"
-                item = self.cache.items[feature.identifier]
-                self.kept.keep(transfer, self.consumers[name], item)
-                self.cache.hold(item, transfer)
+            self.dispatcher.take_orders([name])
             encoded.num_computed_tokens = encoded.num_prompt_tokens
         self.queue.scheduled(started)
         for name in started:
@@ -97,10 +101,19 @@ class Desk:
         return started
 
     def transferred(self, request_id: str, *items: str) -> None:
-        for mm_hash in items:
-            transfer = f"{mm_hash} of {request_id}"
-            if (item := self.kept.give_back(transfer)) is not None:
-                self.cache.release(item, transfer)
+        self.dispatcher.transfers_ended(f"{mm_hash} of {request_id}" for mm_hash in items)
+
+    def kept(self) -> Counter[str]:
+        """Return the embeddings that are kept for each consumer."""
+        kept: Counter[str] = Counter()
+        for consumer, item in self.dispatcher.kept():
+            kept[consumer] += item.num_embeds
+        return kept
+
+
+def _transfer(transfer_id: str, name: str, to: str) -> EncodeTransfer:
+    proof = SECRET.sign_transfer(transfer_id, name, to)
+    return EncodeTransfer(transfer_id=transfer_id, item_uuid=name, consumer=to, proof=proof)
 
 
 @pytest.mark.parametrize("limits", [{"embeddings": 6}, {"tokens": 6}])
@@ -201,15 +214,15 @@ def test_a_request_beyond_a_limit_fails_once_and_blocks_nobody(
     assert "a step of this encode instance computes 8 embeddings" in caplog.text
     desk.arrive("b", ("dog", 1))
     assert desk.step() == ["b"]
-    assert desk.queue.take_hopeless() == {"a"}
-    assert desk.queue.take_hopeless() == set()
+    assert desk.queue.take_too_large() == {"a"}
+    assert desk.queue.take_too_large() == set()
 
 
-def test_a_hopeless_request_that_was_aborted_is_not_failed() -> None:
+def test_too_large_request_is_not_failed_when_aborted() -> None:
     desk = Desk()
     desk.arrive("a", ("cat", 11))
     desk.queue.withdraw("a")
-    assert desk.queue.take_hopeless() == set()
+    assert desk.queue.take_too_large() == set()
 
 
 # -- fairness ------------------------------------------------------------------------------------
@@ -262,37 +275,20 @@ def test_a_request_of_several_steps_takes_nothing_that_another_waits_for() -> No
     assert [desk.step(), desk.step()] == [["b"], ["c"]]
 
 
-def test_what_is_kept_counts_once_for_each_consumer_and_until_its_last_transfer_ends() -> None:
-    kept, cat = KeptRoom(), Item("cat", 5)
-    for transfer_id, consumer in (("t1", "a"), ("t2", "a"), ("t3", "b")):
-        kept.keep(transfer_id, consumer, cat)
-        cat.holders.add(transfer_id)
-    assert kept.by_consumer() == {"a": 5, "b": 5}
-    cat.holders.clear()  # The cache was reset; what is under way goes on.
-    assert kept.give_back("t1") is cat
-    assert kept.give_back("t1") is None
-    assert kept.by_consumer() == {"a": 5, "b": 5}
-    kept.give_back("t2")
-    kept.give_back("t3")
-    assert kept.by_consumer() == {}
-    assert not kept
-
-
 def test_what_could_not_be_encoded_keeps_no_share_until_its_transfer_ends() -> None:
     desk = Desk(cache=8)
     desk.arrive("b", ("emu", 1), to=B)
     desk.arrive("a1", ("cat", 4), to=A)
     assert desk.step() == ["b", "a1"]
-    (cat,) = desk.cache.take_report(missing={"cat"})
-    desk.kept.lost(cat)
+    desk.cache.take_report(lost=set(), missing={"cat"})
     desk.arrive("a2", ("cat", 4), to=A)
     assert desk.step() == ["a2"], "a keeps nothing, and its share is four"
     desk.transferred("a1", "cat")
-    assert desk.kept.by_consumer() == {"a": 4, "b": 1}
+    assert desk.kept() == {"a": 4, "b": 1}
     desk.transferred("a2", "cat")
     desk.transferred("b", "emu")
     assert desk.cache.num_freeable_slots == 8
-    assert not desk.kept
+    assert not desk.dispatcher.busy
 
 
 class Sharing(RuleBasedStateMachine):
@@ -331,7 +327,7 @@ class Sharing(RuleBasedStateMachine):
         self.step()
 
     def step(self) -> list[str]:
-        kept, requests = self.desk.kept.by_consumer(), dict(self.desk.requests)
+        kept, requests = self.desk.kept(), dict(self.desk.requests)
         started = self.desk.step()
         for name in started:
             assert self.waiting[name[0]].pop(0) == name, "in order of arrival"
@@ -362,7 +358,7 @@ class Sharing(RuleBasedStateMachine):
                     self.desk.transferred(name, name)
             if not self.step():
                 break
-        room = self.size - self.desk.kept.by_consumer()["a"]
+        room = self.size - self.desk.kept()["a"]
         first = {
             consumer: self.desk.requests[names[0]].sizes[0]
             for consumer, names in self.waiting.items()
@@ -384,7 +380,7 @@ class Sharing(RuleBasedStateMachine):
             self.step()
         assert not any(self.waiting.values()), "everybody starts"
         assert self.desk.cache.num_freeable_slots == self.size
-        assert not self.desk.kept.by_consumer()
+        assert not self.desk.kept()
 
 
 TestSharing = Sharing.TestCase

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.encode.producer import TransferOrder
-from epd_portable.encode.store_writer import Output, StoreWriter, open_writer
+from epd_portable.encode.store_writer import StoreWriter, ToHost, open_writer
 from epd_portable.errors import StoreError, StoreFullError, TransportError
 from epd_portable.transfer.circuit_breaker import CircuitBreaker
 from epd_portable.transfer.stores.metrics import StoreMetrics
@@ -29,16 +28,16 @@ from tests.waiting import until
 def output(
     name: str,
     *,
-    to_host: Callable[[], torch.Tensor] | None = None,
+    to_host: ToHost | None = None,
     tensor: TensorSpec = SPEC,
-) -> Output:
+) -> tuple[TransferOrder, ToHost]:
     def host() -> torch.Tensor:
         return torch.full((tensor.nbytes,), 1, dtype=torch.uint8)
 
     order = TransferOrder(
         transfer_id=name, mm_hash=name, consumer="", tensor=tensor, item_uuid=name
     )
-    return Output(order=order, to_host=to_host or host)
+    return order, to_host or host
 
 
 class Side:
@@ -73,7 +72,7 @@ def test_instance_without_a_store_writes_none() -> None:
 def test_outputs_are_written_sealed_under_their_keys() -> None:
     side = Side(MemoryStore())
     side.store.evicts = 2
-    side.writer.save_caches(output("cat"))
+    side.writer.save_caches(*output("cat"))
     side.close()
     head, payload = side.store.entries[key("cat")]
     SEAL.check(SEAL.open(head, key("cat")), memoryview(payload))
@@ -86,7 +85,7 @@ def test_what_is_there_is_not_copied_nor_written_again() -> None:
         raise AssertionError("it was copied")
 
     side = Side(MemoryStore(entry("cat")))
-    side.writer.save_caches(output("cat", to_host=never))
+    side.writer.save_caches(*output("cat", to_host=never))
     side.close()
     assert (side.count("known_total"), side.count("writes_total")) == (1, 0)
 
@@ -95,7 +94,7 @@ def test_what_is_there_and_damaged_is_written_anew() -> None:
     store = MemoryStore(entry("cat"))
     store.entries[key("cat")] = (b"\x80\x04", b"")
     side = Side(store)
-    side.writer.save_caches(output("cat"))
+    side.writer.save_caches(*output("cat"))
     side.close()
     SEAL.open(store.entries[key("cat")][0], key("cat"))
 
@@ -104,7 +103,7 @@ def test_nobody_waits_for_a_store_that_hangs_and_what_is_too_much_is_dropped() -
     side = Side(MemoryStore(), queued=4)
     side.store.gate.clear()
     for number in range(10):
-        side.writer.save_caches(output(f"{number}"))
+        side.writer.save_caches(*output(f"{number}"))
     assert side.count("drops_total", "full") == 6
     assert side.count("queued_bytes") == 4 * SPEC.nbytes
     side.store.gate.set()
@@ -118,7 +117,7 @@ def test_outputs_are_written_together_up_to_a_size() -> None:
     side = Side(MemoryStore(), queued=1 << 20)
     side.store.gate.clear()
     for name in ("first", "second", "third", "fourth"):
-        side.writer.save_caches(output(name, tensor=large))
+        side.writer.save_caches(*output(name, tensor=large))
         until(lambda: side.store.asked)  # The first is looked up alone.
     side.store.gate.set()
     side.close()
@@ -132,15 +131,15 @@ def test_a_store_that_takes_nothing_is_left_alone(error: StoreError, reason: str
     side = Side(MemoryStore())
     side.store.error = error
     side.store.gate.clear()
-    side.writer.save_caches(output("cat"))
+    side.writer.save_caches(*output("cat"))
     until(lambda: side.store.asked)
-    side.writer.save_caches(output("dog"))
+    side.writer.save_caches(*output("dog"))
     side.store.gate.set()
     side.until("drops_total", 1, reason)
     side.until("drops_total", 1, "unavailable")
     assert side.breaker.state == "open"
     for number in range(5):
-        side.writer.save_caches(output(f"{number}"))
+        side.writer.save_caches(*output(f"{number}"))
     side.close()
     assert side.count("drops_total", "unavailable") == 6
     assert side.store.asked == 1
@@ -149,9 +148,9 @@ def test_a_store_that_takes_nothing_is_left_alone(error: StoreError, reason: str
 def test_reset_drops_outputs_that_wait() -> None:
     side = Side(MemoryStore())
     side.store.gate.clear()
-    side.writer.save_caches(output("cat"))
+    side.writer.save_caches(*output("cat"))
     until(lambda: side.store.asked)
-    side.writer.save_caches(output("dog"))
+    side.writer.save_caches(*output("dog"))
     side.writer.reset()
     side.store.gate.set()
     side.close()
@@ -175,12 +174,12 @@ def test_an_output_that_cannot_be_copied_costs_no_other() -> None:
 
     side = Side(MemoryStore())
     side.store.gate.clear()
-    side.writer.save_caches(output("lost", to_host=lost))
-    side.writer.save_caches(output("cat"))
+    side.writer.save_caches(*output("lost", to_host=lost))
+    side.writer.save_caches(*output("cat"))
     side.store.gate.set()
     side.until("writes_total", 1)
     assert key("cat") in side.store.entries and key("lost") not in side.store.entries
-    side.writer.save_caches(output("odd", to_host=odd))
+    side.writer.save_caches(*output("odd", to_host=odd))
     side.until("drops_total", 2, "error")
     until(lambda: side.breaker.state == "open")
     side.close()

@@ -158,3 +158,14 @@ def test_room_that_is_added_is_free_for_what_was_refused() -> None:
     assert cache.num_freeable_slots == cache.num_free_slots == 0
     cache.grow(3)
     assert cache.cache_size == 11
+
+
+def test_item_twice_in_a_prompt_is_held_until_its_last_place() -> None:
+    cache = make()
+    twice = request("r", ("cat", SIZES["cat"]), ("dog", SIZES["dog"]), ("cat", SIZES["cat"]))
+    cache.allocate(twice, 0)
+    assert cache.get_cached_input_ids(twice) == {0, 2}
+    cache.free_encoder_input(twice, 0)
+    assert cache.holders("cat") == {"r"}
+    cache.free_encoder_input(twice, 2)
+    assert "cat" in cache and not cache.holders("cat")

@@ -229,7 +229,11 @@ class PrefillSide:
 
 
 class EncodeSide:
-    """A `ProducerSession` whose writes end when the test says so."""
+    """A `ProducerSession` whose writes end when the test says so.
+
+    Attributes:
+        under_way: Transfers that are ordered once, as a `Dispatcher` does it.
+    """
 
     def __init__(
         self, name: str, clock: Clock, life: int = 1, *, fingerprint: str = FINGERPRINT
@@ -244,8 +248,12 @@ class EncodeSide:
         self.outbox: list[AnyMessage] = []
         self.writes: dict[str, Write] = {}
         self.ended: list[str] = []
+        self.under_way: set[str] = set()
 
     def submit(self, item: Item, *, ready: bool = False, consumer: str = PD) -> None:
+        if item.transfer_id in self.under_way:
+            return
+        self.under_way.add(item.transfer_id)
         self.session.submit(
             TransferOrder(
                 transfer_id=item.transfer_id,
@@ -265,16 +273,15 @@ class EncodeSide:
         self.sent += actions.messages
         self.outbox += [message for _, message in actions.messages]
         for write in actions.writes:
-            assert write.transfer_id not in self.writes
-            self.writes[write.transfer_id] = write
-        self.ended += [finished.transfer_id for finished in actions.finished]
+            assert write.order.transfer_id not in self.writes
+            self.writes[write.order.transfer_id] = write
+        ended = [finished.order.transfer_id for finished in actions.finished]
+        self.under_way.difference_update(ended)
+        self.ended += ended
 
     def finish_write(self, transfer_id: str, problem: str = "") -> Write:
         write = self.writes.pop(transfer_id)
-        if problem:
-            self.session.write_failed(transfer_id, problem, self.clock())
-        else:
-            self.session.write_done(transfer_id, self.clock())
+        self.session.write_ended(write.attempt, problem, self.clock())
         return write
 
 

@@ -62,15 +62,15 @@ def test_samples_of_a_request_reach_the_front_once(pair: Pair) -> None:
         )
         for n, name in enumerate("ab")
     ]
-    pair.prefill.arrived("plain", items, PrefillParams(transfers=()))
-    assert pair.prefill.sampled == []
-    pair.prefill.arrived("r", items, PrefillParams(transfers=(), sample=True))
-    assert sorted(pair.prefill.sampled) == ["a", "b"]
-    pair.prefill.note_samples({"a": (sample := sample_of(torch.ones(2, 3)))})
-    assert pair.prefill.sampled == ["b"]
-    news = pair.prefill.take_news()
+    pair.pd.prefill.arrived("plain", items, PrefillParams(transfers=()))
+    assert pair.pd.prefill.sampled == []
+    pair.pd.prefill.arrived("r", items, PrefillParams(transfers=(), sample=True))
+    assert sorted(pair.pd.prefill.sampled) == ["a", "b"]
+    pair.pd.prefill.note_samples({"a": (sample := sample_of(torch.ones(2, 3)))})
+    assert pair.pd.prefill.sampled == ["b"]
+    news = pair.pd.prefill.take_news()
     assert news is not None
     assert msgspec.convert(to_params(news), CacheNews).samples == {"a": sample}
-    assert pair.prefill.take_news() is None
-    pair.prefill.finished("r")
-    assert pair.prefill.sampled == []
+    assert pair.pd.prefill.take_news() is None
+    pair.pd.prefill.finished("r")
+    assert pair.pd.prefill.sampled == []

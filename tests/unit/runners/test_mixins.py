@@ -44,10 +44,11 @@ class Noting:
         self.epd = self
         self.report: object = None
         self.traced: list[tuple[str, dict[str, object]]] = []
-        self.encoder = SimpleNamespace(
+        turns = SimpleNamespace(
             take_turn=lambda: self.calls.append("turn"),
             end_turn=lambda: self.calls.append("over"),
         )
+        self.encoder = SimpleNamespace(turns=turns)
 
     def begin_step(self, metadata: object, encoder_cache: dict[str, Any]) -> None:
         assert encoder_cache is self.outputs
