@@ -18,7 +18,7 @@ import os
 import re
 from pathlib import Path
 
-# Not imported at all, or a file or two of hundreds, which Python then compiles by itself.
+# Not imported at all, or a file or two of hundreds, which Python then compiles.
 LEFT_OUT = re.compile(
     r"/tests?/"
     r"|/(transformers|vllm|vllm/model_executor)/models/"

@@ -1,9 +1,9 @@
 """Carries files to a machine without a network, in pieces of a size that reaches it.
 
 Where there is a network: ``python -m ci.carry FOLDER --have image.txt``, with what ``pip freeze``
-says on that machine. Each piece has a folder of its own with the list of all files: wheels, and
+reports on that machine. Each piece has a folder of its own with the list of all files: wheels, and
 what a vLLM of the same release has found out of its models' classes. There the pieces are taken in
-whatever order; what is whole is installed at once, the engine, by far the largest, last.
+any order; what is whole is installed at once, the engine, by far the largest, last.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def fetch(
         folder: For the wheels.
         engine: As pip takes it.
         have: Versions by name, of the machine.
-        without: What the engine asks for and can do without.
+        without: What the engine requests and can do without.
         python: Its version, such as ``3.12``.
     """
     pip = [sys.executable, "-m", "pip"]
@@ -112,7 +112,7 @@ def build(folder: Path) -> None:
 
 
 def trim(wheel: Path, compute: int) -> None:
-    """Write a wheel anew, denser, with the device code of one compute capability only.
+    """Write a wheel again, denser, with the device code of one compute capability only.
 
     The rest becomes zeros in its place, as no address may change.
 
@@ -199,7 +199,7 @@ def take(carried: Path, pieces: Path) -> None:
 
 
 def missing(pieces: Path) -> str:
-    """Say which pieces have not been taken; empty if nothing is carried, or nothing is missing."""
+    """Return the pieces that are missing; empty if none are, or nothing is carried."""
     if not (pieces / LIST).exists():
         return ""
     count = _about(pieces)["pieces"]

@@ -1,6 +1,7 @@
 """Needs of an environment for NVIDIA on its machine, checked before anything is fetched.
 
-The engine is gigabytes with what it needs: a driver or a Python that cannot use it is told first.
+The engine is gigabytes with what it needs: a driver or a Python that cannot use it is reported
+first.
 """
 
 from __future__ import annotations

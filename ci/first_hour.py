@@ -1,7 +1,7 @@
 """The first hour on a machine with a device that is had for minutes: stages, into one file.
 
 The most telling first, so that minutes are worth something whenever they end. Stages run in the
-background: a command waits for them as long as it may last, and the next one goes on waiting. One
+background: a command waits for them as long as it may last, and the next one continues waiting. One
 that fails or takes too long ends itself and not the hour; called again, what has not ended well is
 run again, behind what has not run yet. ``figures.json`` has how each stage ended, its figures and
 its last words. Nothing is fetched there: `ci.carry` makes pieces, which are taken as they arrive.
@@ -59,7 +59,7 @@ class Target:
         sizes: Of the models under load, as `ci.true_shapes` knows them, the most telling first.
         points: Of load: below saturation and at it.
         settings: Of topologies under load, beyond those of the file.
-        whole: Engine arguments of the one process beside them, with which it is at its best.
+        whole: Engine arguments of the one process next to them, with which it is at its best.
         seconds: Of each point.
     """
 
@@ -129,7 +129,7 @@ class Stage:
         limit_s: It is ended after so many seconds.
         writes: A file with JSON that it leaves in the folder of results, named as its figure.
         engine: Needs the engine's wheel, which arrives last.
-        compares: The reference starts beside it, or is up.
+        compares: The reference starts next to it, or is up.
     """
 
     name: str
@@ -190,7 +190,7 @@ def stages(target: Target) -> list[Stage]:
         loaded(target.sizes[0], other, f"transfer.path={other}"),
         engines("modes", "not usual"),
     ]
-    # No device is there to ask, and no test of one to run.
+    # No device is there to query, and no test of one to run.
     absent = ("probe", "devices", "modes") if name == "cpu" else ()
     return [each for each in found if each.name not in absent]
 
@@ -251,7 +251,7 @@ class Hour:
         fresh.replace(self._out / FIGURES)
 
     def _run(self, stage: Stage, limit_s: float) -> dict[str, Any]:
-        """Run a stage, whatever becomes of it.
+        """Run a stage, regardless of its result.
 
         Returns:
             ``status``, ``None`` if it was ended at its limit or could not be started, ``seconds``,
@@ -302,7 +302,7 @@ class Hour:
             process.wait()
 
     def _compare_with(self, wanted: bool) -> None:
-        """Have the reference started, or not: a load is not measured beside it."""
+        """Have the reference started, or not: a load is not measured next to it."""
         if wanted and not self._compared:
             argv = [sys.executable, "-m", "tests.first_hour.reference", self._platform]
             file = self._reference.enter_context(self._log("reference").open("wb"))
@@ -372,7 +372,7 @@ def table(hour: Hour) -> str:
 
 
 def begin(options: argparse.Namespace, hour: Hour) -> int:
-    """Start the background if it does not run, and pass on what it says while a call may last."""
+    """Start the background if it does not run, and pass on its output while a call may last."""
     pieces, end_s = options.out / PIECES, time.monotonic() + options.call_s
     if options.take:
         carry.take(options.take, pieces)
@@ -401,7 +401,7 @@ def begin(options: argparse.Namespace, hour: Hour) -> int:
 
 
 def rehearse(options: argparse.Namespace, hour: Hour) -> int:
-    """Do by itself all that a person would: carry the project's wheel, and call again and again."""
+    """Do all that a person would: carry the project's wheel, and call again and again."""
     with tempfile.TemporaryDirectory() as scratch:
         carry.build(Path(scratch))
         size = int(options.piece_mib * (1 << 20))
@@ -414,7 +414,7 @@ def rehearse(options: argparse.Namespace, hour: Hour) -> int:
 
 
 def main() -> int:
-    """Run from the command line; 0 when every stage that was asked for has ended well."""
+    """Run from the command line; 0 when every stage that was requested has ended well."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n\n")[0],
         epilog="Exit status: 0; 1 when a stage has not ended well, which the next call runs again; "

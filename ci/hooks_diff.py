@@ -1,4 +1,4 @@
-"""Say what a release of vLLM changed of what the plug-in relies on; `ci.release` calls it.
+"""Describe the changes of a release of vLLM in what the plug-in relies on; `ci.release` calls it.
 
 Fetches the release's wheel (its CPU build where there is one), reads the sources without running
 them, and compares every row of ``ci/vllm_hooks.py`` with another release: signatures, fields, and
@@ -42,7 +42,7 @@ EXIT_UNAVAILABLE = 2
 
 
 class ReleaseError(Exception):
-    """A release cannot be had; the message says why, and what to do."""
+    """A release cannot be had; the message has the reason, and what to do."""
 
 
 class Release:
@@ -107,7 +107,7 @@ def _syntax(part: griffe.Object) -> ast.AST:
 
 
 def assigned(owner: griffe.Object, name: str) -> bool:
-    """Tell whether a method of a class or its bases assigns ``self.<name>``."""
+    """Return whether a method of a class or its bases assigns ``self.<name>``."""
     return any(
         isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
@@ -120,7 +120,7 @@ def assigned(owner: griffe.Object, name: str) -> bool:
 
 
 def reaches(owner: griffe.Object, method: str, callee: str) -> bool:
-    """Tell whether a method calls a function, by itself or through methods of its own object."""
+    """Return whether a method calls a function, directly or through methods of its own object."""
     waiting, seen = [method], set[str]()
     while waiting:
         name = waiting.pop()
@@ -146,7 +146,7 @@ def reaches(owner: griffe.Object, method: str, callee: str) -> bool:
 
 
 def signature(found: griffe.Object) -> str:
-    """Return how something is called, as its source says."""
+    """Return how something is called, as in its source."""
     made = found.members.get("__init__") if isinstance(found, griffe.Class) else found
     return made.signature() if isinstance(made, griffe.Function) else "()"
 
@@ -159,7 +159,7 @@ def parameters(found: griffe.Object) -> list[griffe.Parameter]:
 
 
 def breaks(then: Sequence[griffe.Parameter], now: Sequence[griffe.Parameter]) -> bool:
-    """Tell whether a call that was right may be wrong now, by position or by name."""
+    """Return whether a call that was right may be wrong now, by position or by name."""
     by_name = {each.name: each for each in now}
     if any(each.name not in by_name or by_name[each.name].kind != each.kind for each in then):
         return True
@@ -284,7 +284,7 @@ def _changed(then: griffe.Object | None, now: griffe.Object) -> tuple[str, list[
 
 
 def installed(folder: Path) -> Release:
-    """Return the release that is installed beside this script's interpreter."""
+    """Return the release that is installed next to this script's interpreter."""
     for project in PROJECTS:
         try:
             files = importlib.metadata.distribution(project)
@@ -307,7 +307,7 @@ def installed(folder: Path) -> Release:
 
 
 def download(version: str, folder: Path) -> tuple[str, Path]:
-    """Fetch a release with pip, whatever machine it was built for.
+    """Fetch a release with pip, for any machine.
 
     Returns:
         The project that has it, the build for CPU if there is one, and its wheel in ``folder``.
@@ -327,7 +327,7 @@ def download(version: str, folder: Path) -> tuple[str, Path]:
         if done.returncode == 0:
             (wheel,) = folder.glob("*.whl")
             return project, wheel
-        said = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        said = (done.stderr.strip().splitlines() or ["pip printed nothing"])[-1]
     raise ReleaseError(f"vLLM {version}: neither of {', '.join(PROJECTS)} can be had: {said}")
 
 
@@ -362,7 +362,7 @@ def _packages(folder: Path) -> None:
 
 
 def report(findings: Findings, old: Release, new: Release, *, bodies: bool) -> str:
-    """Return what is said about two releases."""
+    """Return what is known about two releases."""
     lines = [f"vLLM {old.name} -> {new.name}: {findings.same} hooks are as they were"]
     lines.append(f"{len(findings.must)} must be followed{':' if findings.must else ''}")
     lines += [f"  {line}" for line in findings.must]

@@ -9,7 +9,7 @@ fronts. Under load through the gateway processes are killed and stopped, and a h
 Each request must end with the right response, or with an error that names its cause.
 
 Each host is a network namespace with a ``/dev/shm`` and a home folder of its own, on one bridge.
-Needs root, ``ip`` and an environment (`make env`). Whatever happens, processes, namespaces and
+Needs root, ``ip`` and an environment (`make env`). In any case, processes, namespaces and
 folders are removed.
 """
 
@@ -167,7 +167,7 @@ def commands(steps: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
 
 
 def main(*, prefills: bool = False) -> None:
-    """Run a section; exit status 1 when something is not as the page says."""
+    """Run a section; exit status 1 when something is not as the page states."""
     steps = blocks("Two hosts")
     served = blocks("Prefill on another host") if prefills else steps
     folder = Path(tempfile.mkdtemp(prefix="epd-hosts-"))
@@ -196,12 +196,12 @@ def main(*, prefills: bool = False) -> None:
             for name in ("gateway", *(f"engine {host}" for host in SHARED)):
                 _stop(name, running[name], folder)
             host, script = steps["ask"]
-            # Another picture: the first one is in a cache.
+            # Another image: the first one is in a cache.
             steps["ask"] = host, script.replace("draw(20)", "draw(21)")
             left = _finish(machine, "ask", steps, folder)
             if "encode-0@" in left or '"source":"local"' not in left.replace('": ', '":'):
-                sys.exit(f"without encoders the first host answered:\n{left}")
-            print("ask: the first host does all by itself", flush=True)
+                sys.exit(f"without encoders the first host responded:\n{left}")
+            print("ask: the first host serves alone", flush=True)
             for host in FRONTS:
                 _stop(f"front {host}", running[f"front {host}"], folder)
     finally:

@@ -23,11 +23,11 @@ UV_NOT_FOUND = 1  # Its exit status when versions exclude each other or do not e
 
 
 class UvError(Exception):
-    """uv cannot be used here, or no longer; the message, one line, says why."""
+    """uv cannot be used here, or no longer; the message, one line, has the reason."""
 
 
 def error_line(output: str) -> str:
-    """Return the line of ``output`` that says best what went wrong."""
+    """Return the line of ``output`` that describes the failure best."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if re.match("(?i)error:", line)]
     return (errors or lines or ["no output"])[-1]
@@ -39,7 +39,7 @@ class Pip:
     Attributes:
         name: What people call it.
         env: Variables for its commands, beyond those of this process.
-        indexes: Those that were added to what pip is configured to ask.
+        indexes: Those in addition to the indexes of pip's configuration.
     """
 
     name = "pip"
@@ -66,10 +66,10 @@ class Pip:
         return [*self._pip, "uninstall", "--yes", package]
 
     def has(self, requirement: str, *, source: bool) -> bool:
-        """Say whether an exact version can be had here, as a wheel or also to be built."""
+        """Return whether an exact version can be had here, as a wheel or also to be built."""
         if not source:
             return self._dry_run(["--only-binary", ":all:", requirement]) is not None
-        # To ask for the metadata of a source distribution would build it.
+        # To request the metadata of a source distribution would build it.
         name, _, version = requirement.partition("==")
         argv = [*self._pip, "index", "versions", "--pre", *self._index_options, name]
         listed = subprocess.run(argv, capture_output=True, text=True, check=False)
@@ -78,7 +78,7 @@ class Pip:
     def torch_of(self, engines: Sequence[str]) -> list[str]:
         """Return the version of torch that would come with ``engines``; empty if none is found.
 
-        Only their own requirement is asked about: resolving everything takes a minute.
+        Only their own requirement is looked up: resolving everything takes a minute.
         """
         wanted = [
             requirement
@@ -100,7 +100,7 @@ class Pip:
 
 
 class Uv:
-    """The uv of the environment ``python``, told what pip there is configured to do.
+    """The uv of the environment ``python``, with the configuration of pip there.
 
     Raises:
         UvError: It cannot be installed or started, or lacks a word for pip's configuration.
@@ -133,7 +133,7 @@ class Uv:
         self._options = ["--python", self._python, *options]
 
     def add_index(self, url: str) -> None:
-        """Name it behind those that pip is configured to ask."""
+        """Name it behind the indexes of pip's configuration."""
         self.indexes = [*self.indexes, url]
         self._configure()
 
@@ -149,13 +149,13 @@ class Uv:
         """Resolve without downloading; see `Pip`.
 
         Raises:
-            UvError: It could not be asked; so in `torch_of`.
+            UvError: It could not be queried; so in `torch_of`.
         """
         kinds = [] if source else ["--only-binary", ":all:"]
         return bool(self._resolve([requirement], "--no-deps", *kinds))
 
     def torch_of(self, engines: Sequence[str]) -> list[str]:
-        """Resolve everything: a second or two, and installing finds the answers in the cache."""
+        """Resolve everything: a second or two, and installing finds the results in the cache."""
         return [
             version
             for name, _, version in (pin.partition("==") for pin in self._resolve(engines))

@@ -81,7 +81,7 @@ def make(target: str) -> None:
 
 
 def make_for_engine(requirements: Sequence[str]) -> None:
-    """Create or refresh ``.venv-engines`` with a vLLM for CPU, named first, and what is beside."""
+    """Create or refresh ``.venv-engines`` with a vLLM for CPU, named first, and its packages."""
     _make(ENGINES, "dev", requirements[:1], requirements, fingerprint(" ".join(requirements)))
 
 
@@ -103,7 +103,7 @@ def make_for_clients() -> None:
 
 
 def make_for_ray() -> None:
-    """Create or refresh ``.venv-ray``, which has Ray beside the engine."""
+    """Create or refresh ``.venv-ray``, which has Ray next to the engine."""
     _make(RAY, "cpu,ray,test", cpu_extra(), [], fingerprint("ray"))
 
 
@@ -152,10 +152,12 @@ def main() -> int:
         help="make .venv-engines with this vLLM for CPU instead, and what is named after it",
     )
     parser.add_argument(
-        "--clients", action="store_true", help="make .venv-clients with what asks, instead"
+        "--clients",
+        action="store_true",
+        help="make .venv-clients with third-party clients, instead",
     )
     parser.add_argument(
-        "--ray", action="store_true", help="make .venv-ray with Ray beside the engine, instead"
+        "--ray", action="store_true", help="make .venv-ray with Ray next to the engine, instead"
     )
     parser.add_argument(
         "--wheel", metavar="FILE", help="make .venv-wheel from a wheel of this package instead"

@@ -7,8 +7,8 @@ vllm-ascend in every process of the environment. Older pairs of versions, Python
 ``pairs/0.23`` and ``pairs/0.26`` and are used by putting such a folder first on ``PYTHONPATH``; so
 is Triton, in ``interpreter``, whose interpreter runs the kernels of vLLM's second model runner.
 
-torch, torch_npu and vllm-ascend belong together in ways that their metadata does not say:
-vllm-ascend asks for torch 2.10 and for packages that no public index has, so it is installed
+torch, torch_npu and vllm-ascend belong together in ways that their metadata does not have:
+vllm-ascend requires torch 2.10 and packages that no public index has, so it is installed
 without its requirements, and what of them the tests need is listed here.
 """
 
@@ -133,7 +133,7 @@ def _install() -> None:
     shutil.rmtree(interpreter, ignore_errors=True)
     VENV.install(
         ["--no-deps", "--target", str(interpreter), TRITON],
-        f"installing {TRITON} for its interpreter, beside the rest",
+        f"installing {TRITON} for its interpreter",
     )
     for name, pair in OLDER_PAIRS.items():
         folder = VENV.folder / "pairs" / name
@@ -145,7 +145,7 @@ def _install() -> None:
         # Compiled for another torch; hundreds of megabytes that cannot be loaded.
         for library in folder.rglob("*.so"):
             library.unlink()
-    # The other pair is for --full only: Python compiles what is imported of it by itself.
+    # The other pair is for --full only: Python compiles what is imported of it.
     VENV.compile(VENV.folder / "pairs" / min(OLDER_PAIRS))
 
 

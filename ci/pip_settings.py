@@ -29,7 +29,7 @@ TRANSLATED = {
     "constraint",
     "no-cache-dir",
 }
-# About what pip says, keeps and asks, not about what it installs, nor from where.
+# About what pip prints, caches and queries, not about what it installs, nor from where.
 MEANINGLESS = {
     "break-system-packages",
     "cache-dir",
@@ -78,7 +78,7 @@ def translate(
 
     pip takes the best file of all indexes. uv compares versions over all of them, but takes the
     files of one version from the first index that has it: so the main index comes first, where uv
-    by itself would ask it last, because it has the most files of a version.
+    itself would query it last, because it has the most files of a version.
 
     Raises:
         UntranslatableError: uv has no word for one of them.

@@ -3,7 +3,7 @@
 Tests of engines and of simulated devices wait half of their time, and the others mostly compute,
 so a lane of each keeps two cores busy. What a piece prints comes in one part, when it ends; its log
 is in ``.suite/``. With ``--full`` every piece runs what ``make test`` leaves out too, which takes
-hours; ``--resume`` then goes on where an earlier run of the same commit ended.
+hours; ``--resume`` then continues where an earlier run of the same commit ended.
 
 Needs the standard library only: the environments are made by its first pieces.
 """
@@ -57,7 +57,7 @@ class Piece:
         argv: The command, from the repository's root.
         lane: Pieces of one lane run one after the other; a lane that has ended takes the last
             piece of another one that has not begun, but none of `ENGINES`.
-        needs: A piece of whatever lane without whose success this one is left out.
+        needs: A piece of any lane without whose success this one is left out.
     """
 
     name: str
@@ -133,7 +133,7 @@ class Outcome:
 
 @dataclass
 class Suite:
-    """Runs pieces, lane beside lane."""
+    """Runs pieces, all lanes at once."""
 
     pieces: Sequence[Piece]
     done: set[str] = field(default_factory=set)
@@ -230,7 +230,7 @@ class Suite:
         text = log.read_text("utf-8", "replace")
         say(f"{piece.name}: exit status {status} after {seconds:.0f} s\n{text}")
         lines = [line[:200] for line in text.splitlines() if line.startswith(FAILURES)]
-        failed = list(dict.fromkeys(lines))  # A script may say them once more.
+        failed = list(dict.fromkeys(lines))  # A script may print them once more.
         return Outcome(status=status, seconds=seconds, failed=failed if status else [])
 
     def _wait(self, piece: Piece, process: subprocess.Popen[bytes], started: float) -> int:

@@ -32,11 +32,11 @@ LOG_TAIL_LINES = 15
 
 
 class EnvironmentSetupError(Exception):
-    """The environment cannot be made; the message says why and what to do."""
+    """The environment cannot be made; the message has the reason and what to do."""
 
 
 class CommandFailedError(EnvironmentSetupError):
-    """A command failed; ``reason`` is the line of its output that says why."""
+    """A command failed; ``reason`` is the line of its output with the reason."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -107,7 +107,7 @@ class Venv:
         return self.folder / "install.log"
 
     def is_current(self, wanted: str) -> bool:
-        """Say whether it was completed for the fingerprint ``wanted``."""
+        """Return whether it was completed for the fingerprint ``wanted``."""
         return (
             self.python.exists()
             and self.stamp.is_file()
@@ -115,7 +115,7 @@ class Venv:
         )
 
     def begin(self) -> None:
-        """Make sure that the folder is an environment, of whatever content, without stamp and log.
+        """Make sure that the folder is an environment, of any content, without stamp and log.
 
         Raises:
             EnvironmentSetupError: Python cannot make one.
@@ -185,16 +185,16 @@ class Venv:
         return Path(subprocess.check_output([str(self.python), "-c", code], text=True).strip())
 
     def has(self, requirement: str, *, source: bool = False) -> bool:
-        """Say whether ``requirement`` can be had here: as a wheel, or with ``source`` to be built.
+        """Return whether ``requirement`` is available here, with ``source`` also as source.
 
-        Asks for no more than that: it is not downloaded, and what it requires is not looked at.
+        Requests no more than that: it is not downloaded, and what it requires is not looked at.
         """
         return self._answer(lambda installer: installer.has(requirement, source=source))
 
     def find_cpu_torch(self, engines: Sequence[str]) -> None:
-        """Have the installer know an index with the CPU build of torch that ``engines`` ask for.
+        """Have the installer know an index with the CPU build of torch that ``engines`` request.
 
-        It is left alone where it, as set up here, finds one by itself.
+        It is left alone where it, as set up here, finds one itself.
 
         Raises:
             EnvironmentSetupError: It does not find the engines.
@@ -216,7 +216,7 @@ class Venv:
         )
 
     def _answer(self, question: Callable[[Installer], T]) -> T:
-        """Return the installer's answer, or pip's if uv cannot be asked."""
+        """Return the installer's reply, or pip's if uv cannot be queried."""
         try:
             return question(self.installer)
         except UvError as error:

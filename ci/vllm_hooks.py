@@ -21,9 +21,9 @@ class Relied:
         owner: Class, module or function; of a function ``names`` is empty.
         by: Files below ``epd_portable/`` that rely on it.
         names: Methods and attributes, those of base classes included.
-        reaches: Functions that a method (first word) must call, by itself or through methods of its
+        reaches: Functions that a method (first word) must call, directly or through methods of its
             own object (second word).
-        implemented: Whether our class takes its place: every new method is told.
+        implemented: Whether our class takes its place: every new method is reported.
         fields: Fields of a dataclass that is read as a whole, those of all releases: a field that
             is not among them must be followed. Empty where only ``names`` are read.
         since: First version that must have it.
@@ -40,7 +40,7 @@ class Relied:
     until: Version = (99, 0)
 
     def concerns(self, version: Version) -> bool:
-        """Tell whether a version must have it."""
+        """Return whether a version must have it."""
         return self.since <= version < self.until
 
 

@@ -1,4 +1,4 @@
-"""Encode, prefill and decode in separate instances of vLLM, on CUDA, Ascend and CPU alike."""
+"""Encode, prefill and decode in separate instances of vLLM, on CUDA, Ascend and CPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 __version__ = "0.1.0"
 
 # `python -m epd_portable...` puts the working directory in front of everything that is imported
-# next, and whoever can write there would run with us. `sys.argv` begins so while Python looks for
-# the module, whose name stands in its place in `sys.orig_argv`.
+# next, and a process that can write there would run with us. `sys.argv` begins so while Python
+# looks for the module, whose name stands in its place in `sys.orig_argv`.
 if (
     sys.argv[:1] == ["-m"]
     and sys.orig_argv[-len(sys.argv)].removeprefix("-m").startswith("epd_portable")

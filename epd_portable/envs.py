@@ -1,6 +1,6 @@
 """Every ``EPD_*`` environment variable, in one table.
 
-Values are read when asked for, so that a test or a launcher can set them late.
+Values are read when requested, so that a test or a launcher can set them late.
 """
 
 from __future__ import annotations

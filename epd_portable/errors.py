@@ -8,8 +8,8 @@
     │   ├── PortInUseError
     │   └── RefusedError             another process refuses, and will until a setting is changed
     ├── PlatformError
-    │   ├── PlatformUnavailableError     asked for, but its runtime or device is not here
-    │   └── UnsupportedError             this platform cannot do what was asked, ever
+    │   ├── PlatformUnavailableError     requested, but its runtime or device is not here
+    │   └── UnsupportedError             this platform never supports the request
     ├── EngineError                  the installed vLLM is not one that the plug-in knows
     ├── ProtocolError                a peer's message cannot be understood or is not allowed now
     ├── TransportError               the bytes of an item did not arrive
@@ -17,11 +17,11 @@
     │   ├── LeaseExpiredError            the consumer took the slot back
     │   ├── PeerLostError                the other end is gone
     │   └── NoCommonPathError            no transfer path that both ends have
-    ├── StoreError                   a store of encoder outputs did not do what it was asked
-    │   ├── StoreFullError               it has no room; reading goes on
+    ├── StoreError                   a store of encoder outputs has failed
+    │   ├── StoreFullError               it has no space; reading continues
     │   └── CorruptEntryError            an entry is damaged, or not of this deployment
     ├── CapacityError                something bounded is full; waiting may help
-    ├── MeasurementError             a measurement could not be made, or not of what was asked for
+    ├── MeasurementError             a measurement could not be made, or not as requested
     └── RequestError                 a client's request is refused; carries its HTTP status
 
 Errors of libraries are translated where they cross into the package, with ``from``.
@@ -57,7 +57,7 @@ class LaunchError(EPDError):
 
 
 class RefusedError(LaunchError):
-    """Another process refuses what is asked of it, and will until a setting is changed."""
+    """Another process refuses the request, and will until a setting is changed."""
 
 
 class PortInUseError(LaunchError):
@@ -69,11 +69,11 @@ class PlatformError(EPDError):
 
 
 class PlatformUnavailableError(PlatformError):
-    """The platform was asked for, but its runtime or device is not on this machine."""
+    """The platform was requested, but its runtime or device is not on this machine."""
 
 
 class UnsupportedError(PlatformError):
-    """The platform cannot do what was asked, whatever is installed."""
+    """The platform does not support the request, with any installation."""
 
 
 class EngineError(EPDError):
@@ -93,7 +93,7 @@ class TransportTimeoutError(TransportError):
 
 
 class LeaseExpiredError(TransportError):
-    """The consumer took the slot back; ask for a new grant."""
+    """The consumer took the slot back; request a new grant."""
 
 
 class PeerLostError(TransportError):
@@ -105,11 +105,11 @@ class NoCommonPathError(TransportError):
 
 
 class StoreError(EPDError):
-    """A store of encoder outputs cannot be reached, or did not answer in time."""
+    """A store of encoder outputs cannot be reached, or did not reply in time."""
 
 
 class StoreFullError(StoreError):
-    """A store has no room for an entry; what is in it can be read."""
+    """A store has no space for an entry; what is in it can be read."""
 
 
 class CorruptEntryError(StoreError):
@@ -121,7 +121,7 @@ class CapacityError(EPDError):
 
 
 class MeasurementError(EPDError):
-    """A measurement could not be made, or not of what was asked for."""
+    """A measurement could not be made, or not as requested."""
 
 
 class RequestError(EPDError):

@@ -1,6 +1,6 @@
 """The gateway: one address for several fronts. It forwards bytes and reads none of them.
 
-Each front looks like a plain vLLM server, so whatever balances those balances fronts: a Kubernetes
+Each front looks like a plain vLLM server, so a balancer of those also balances fronts: a Kubernetes
 Service, llm-d, Envoy. This is for users who have nothing of that kind. A request goes to the front
 with the fewest open requests, or to the one that its session (header ``x-session-id``) had before.
 Before the first byte of a response it is sent again to another front, if its body is short enough
@@ -48,12 +48,12 @@ ALL_HELD_BYTES = 512 << 20
 _LINGERING_S = 2.0
 """Longest time for a client to send the rest of a body after its response."""
 _BUSY = frozenset({429, 503})
-"""Statuses by which a front says that another one may serve the request."""
+"""Statuses by which a front reports that another one may serve the request."""
 _HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"}
     | {"te", "trailer", "transfer-encoding", "upgrade", "expect"}
 )
-"""Headers of one connection (RFC 9110, 7.6.1), and one that aiohttp answers."""
+"""Headers of one connection (RFC 9110, 7.6.1), and one that aiohttp handles."""
 
 
 @dataclass(eq=False, slots=True)
@@ -68,7 +68,7 @@ class FrontServer:
 
     url: URL
     load: int = 0
-    problem: str = "has not been asked yet"
+    problem: str = "has not been queried yet"
     weight: float = 1.0
 
     @property
@@ -139,7 +139,7 @@ class Gateway:
         return found
 
     def drain(self) -> None:
-        """Answer ``/health`` with 503 from now on; requests are served until they stop coming."""
+        """Return 503 for ``/health`` from now on; requests are served until they stop coming."""
         self._is_draining = True
 
     async def _run(self, _: web.Application) -> AsyncIterator[None]:
@@ -313,7 +313,7 @@ class Gateway:
             async for piece in answer.content.iter_any():
                 await response.write(piece)
         except aiohttp.ClientError as error:
-            # The status is out: only a broken connection tells the client.
+            # The status is out: only a broken connection notifies the client.
             logger.warning("front %s ended a response early: %s", front.url, error)
             if request.transport is not None:
                 request.transport.abort()

@@ -48,5 +48,5 @@ class Instruments:
         *,
         mode: Literal["livesum", "livemax"] = "livesum",
     ) -> Gauge:
-        """Return a gauge; ``mode`` says how those of several processes become one."""
+        """Return a gauge; ``mode`` merges those of several processes."""
         return Gauge(name, meaning, labels.split(), registry=self.registry, multiprocess_mode=mode)

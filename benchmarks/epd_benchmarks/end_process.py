@@ -34,7 +34,7 @@ class EndProcess:
         """Return its answer: when it is ready, then to each command.
 
         Raises:
-            MeasurementError: It has ended, or did not answer in time.
+            MeasurementError: It has ended, or did not reply in time.
         """
         if not self.pipe.poll(timeout_s):
             raise MeasurementError(f"{self.name} did not answer in {timeout_s:g} s")

@@ -57,7 +57,7 @@ class ApiKeys:
         """Return whether this is one of the keys."""
         self._look_again()
         digest = _digest(shown)
-        # All are compared, so that the time tells nothing of which one was near.
+        # All are compared, so that the time does not depend on which one was near.
         return any([hmac.compare_digest(digest, known) for known in self._digests])
 
     def _look_again(self) -> None:

@@ -96,10 +96,10 @@ class ChoiceSection(Section):
         return kind
 
     @model_validator(mode="after")
-    def _says_something_once(self) -> ChoiceSection:
+    def _has_one_source(self) -> ChoiceSection:
         more = [name for name, value in self if name != "file" and value not in (None, [])]
         if self.file is not None and more:
-            raise ValueError(f"file and {more[0]} are both given: the file says all, or none is")
+            raise ValueError(f"file and {more[0]} are both set; set either file or {more[0]}")
         if self.file is None and not self.schedulingProfiles:
             raise ValueError("give schedulingProfiles and plugins, or a file that has them")
         for what, names in (
@@ -112,7 +112,7 @@ class ChoiceSection(Section):
 
 
 def with_file(section: ChoiceSection) -> ChoiceSection:
-    """Return what a section says, its file read.
+    """Return the content of a section, its file read.
 
     Raises:
         ConfigError: The file cannot be read, or it lists every problem of its content.

@@ -124,7 +124,7 @@ class _Reader:
         self._count = 0
 
     def read(self, node: yaml.Node, path: KeyPath) -> Any:
-        """Return what a node says; keys of mappings are `Key`."""
+        """Return the value of a node; keys of mappings are `Key`."""
         if len(path) > _DEEPEST:
             raise ConfigError(
                 f"{_line(node)}: nested more than {_DEEPEST} deep, or refers to itself"

@@ -107,7 +107,7 @@ class AdmissionSection(Section):
     max_wait_s: Seconds = 60.0
     """Longest wait of a request, then 429."""
     use_priority: bool = True
-    """Order waiting requests by the priority that they ask for."""
+    """Order waiting requests by the priority that they request."""
 
 
 class TracingSection(Section):

@@ -23,7 +23,7 @@ LAUNCHER_OWNED_ARGS = {
     "port": "ports of instances are chosen by the launcher; the public one is front.port",
     "model": "write the model at the top of the file",
     "served_model_name": "write served_model_name at the top of the file",
-    "tensor_parallel_size": "write tensor_parallel_size beside count in instances",
+    "tensor_parallel_size": "write tensor_parallel_size next to count in instances",
     "ec_transfer_config": "the launcher writes it; its settings are under transfer",
     "pipeline_parallel_size": "this version does not support pipeline parallelism",
     "prefill_context_parallel_size": "this version does not support it",

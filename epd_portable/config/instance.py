@@ -45,15 +45,15 @@ class InstanceConfig(BaseModel):
         control_address: ZMQ address of the PD instance's control channel; empty on encode.
         data_address: ZMQ address where a PD instance receives bytes by ``tcp``; empty on encode.
         pool: Name of the PD instance's receive pool in ``/dev/shm``; empty on encode.
-        path: Transfer path asked for, or ``auto``.
+        path: Transfer path requested, or ``auto``.
         wait_timeout_s: Longest wait of a request for one item.
         lease_s: Longest time from a grant to the end of its write.
         host: Address of this machine on which a PD instance listens.
         secret_file: File with the secret of the deployment or of the launcher's run; without one
             the instance does not start.
         trusted_network: Items may leave the host unencrypted, by paths that cannot encrypt.
-        can_encode: Whether the PD instance holds the vision tower and may encode by itself.
-        encode_priority: What the PD instance prefers while it encodes beside its steps.
+        can_encode: Whether the PD instance holds the vision tower and may encode locally.
+        encode_priority: What the PD instance prefers while it encodes between or next to its steps.
         host_cache_bytes: Of an encode instance: host memory for copies of encoder outputs.
         max_queued_items: Media items that it has queued or in work for others.
         store: Where encoder outputs are kept beyond instances; ``None`` for nowhere.

@@ -32,7 +32,8 @@ OVERLAYS = "platform"
 MISSING: dict[KeyPath, str] = {("model",): "; give a Hugging Face id, a folder or 'demo'"}
 
 Check = Callable[[Mapping[str, Any]], Iterable[tuple[KeyPath, str]]]
-"""Takes what a file says for the chosen platform, unchecked; returns keys with their problems."""
+"""Takes the content of a file for the chosen platform, unchecked; returns keys with their
+problems."""
 
 
 def load_topology(
@@ -147,7 +148,7 @@ def _split_overlays(data: dict[str, Any], problems: list[str]) -> dict[str, dict
         section = {}
     for name, content in section.items():
         key = named_key(data, (OVERLAYS, name))
-        # All names are asked for only where one is not built in.
+        # All names are queried only where one is not built in.
         if name not in PLATFORMS:
             problems.append(f"{key}: unknown platform; known are {', '.join(PLATFORMS)}")
         elif not isinstance(content, dict):

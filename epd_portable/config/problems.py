@@ -46,7 +46,7 @@ def read_text(path: Path) -> str:
 def checked(
     text: str, model: type[Model], *, source: str, missing: Mapping[KeyPath, str] | None = None
 ) -> Model:
-    """Return what the text of a YAML file says, by its schema.
+    """Return the content of a YAML file by its schema.
 
     Args:
         source: Name of the file, for messages.
@@ -64,7 +64,7 @@ def checked(
 def validated(
     data: Mapping[str, Any], model: type[Model], **explained: Any
 ) -> tuple[Model | None, list[str]]:
-    """Return what data says by its schema, or all that is wrong, as `explain` has it."""
+    """Return data by its schema, or all problems, as `explain` has it."""
     try:
         return model.model_validate(data), []
     except ValidationError as error:
@@ -159,7 +159,7 @@ def by_line(lines: Sequence[str]) -> list[str]:
 
 
 def _plain(kind: str, said: str, got: object, keys: Sequence[str]) -> str:
-    """Say what a value should be, in terms of YAML instead of Python."""
+    """Describe the expected value, in terms of YAML instead of Python."""
     shown = "" if isinstance(got, dict | list) else f", got {_as_written(got)}"[:_LONGEST_VALUE]
     if kind in ("model_type", "dict_type", "model_attributes_type"):
         some = ", ".join(keys[:_SHOWN_KEYS]) + (" and more" if len(keys) > _SHOWN_KEYS else "")

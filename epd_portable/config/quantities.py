@@ -61,7 +61,7 @@ def url_problem(url: str, schemes: Sequence[str] = ("http", "https")) -> str:
     if re.fullmatch(r"[A-Za-z0-9.-]+(:\d+)?(/\S*)?", url):
         return f"{url!r} is no URL; write {schemes[0]}://{url}"
     if parts.scheme not in schemes:
-        return f"{url!r} is no URL that can be asked; write it as {example}"
+        return f"{url!r} is an invalid URL; write it as {example}"
     if not host or port == 0 or re.search(r"\s", url):
         return f"{url!r} names no server; write it as {example}"
     if parts.username is not None or parts.query or parts.fragment:

@@ -46,7 +46,7 @@ DUTIES: Mapping[Role, Stage] = MappingProxyType(  # What a role is there for fir
 )
 
 ENCODES: frozenset[Role] = frozenset({"encode", "encode-prefill", "encode-prefill-decode"})
-"""Roles that encode items for others; all but ``encode`` beside the requests that they have."""
+"""Roles that encode items for others; all but ``encode`` in addition to their requests."""
 TAKES_ITEMS: frozenset[Role] = frozenset(ROLES) - {"encode", "decode"}
 """Roles that get items from those."""
 

@@ -160,7 +160,7 @@ class Topology(Section):
             )
         elif not any(counts[role] for role in ROLES if DUTIES[role] == "decode"):
             problem = (
-                "no instance answers requests: name decode, prefill_decode or "
+                "no instance generates: name decode, prefill_decode or "
                 "encode_prefill_decode, with a count of 1 or more"
             )
         elif prefill and not counts["decode"]:

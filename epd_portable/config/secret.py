@@ -62,7 +62,7 @@ def read_private_file(path: str, *, key: str, remedy: str = "") -> str:
 
 
 class Secret:
-    """The content of a secret file; what is derived from it does not tell it.
+    """The content of a secret file; what is derived from it does not reveal it.
 
     Args:
         text: At least `MIN_CHARACTERS` characters.
@@ -129,7 +129,7 @@ class SignatureCheck:
     """Accepts each signed request of a holder of the secret once, see `Secret.sign`.
 
     It remembers signatures in its process only: a request can be replayed once to each process that
-    answers at the address, until it is too old.
+    serves the address, until it is too old.
 
     Args:
         clock: Unix time in seconds.
@@ -149,14 +149,14 @@ class SignatureCheck:
         """
         if not authorization:
             raise _unauthorized(
-                "this address takes signed requests only: ask by epd-launch, and name it this "
+                "this address takes signed requests only: use epd-launch, and name it this "
                 f"front's secret_file (header authorization, scheme {SIGNATURE_SCHEME})"
             )
         found = _SIGNATURE.fullmatch(authorization)
         if found is None:
             raise _unauthorized(
                 f"the authorization header is no signature ({SIGNATURE_SCHEME} time=…, nonce=…, "
-                "mac=…): ask by epd-launch of the front's version"
+                "mac=…): use epd-launch of the front's version"
             )
         at, nonce, mac = found.groups()
         if not self._secret.signed(mac, method, target, at, nonce, body):
@@ -174,11 +174,11 @@ class SignatureCheck:
             )
         self._forget(now)
         if nonce in self._forget_at:
-            raise _unauthorized("this signature was used before: sign each request anew")
+            raise _unauthorized("this signature was used before: sign each request again")
         if len(self._forget_at) >= MAX_SIGNATURES:
             raise RequestError(
                 f"{MAX_SIGNATURES} signed requests came within {2 * SIGNATURE_TOLERANCE_S} s, "
-                "and no more are remembered at once: ask less often",
+                "and no more are remembered at once: send fewer requests",
                 status=503,
                 code="too_many_signatures",
                 retry_after_s=SIGNATURE_TOLERANCE_S,

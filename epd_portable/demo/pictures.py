@@ -1,6 +1,6 @@
-"""Drawn pictures with questions and exact answers, each made from one integer seed.
+"""Drawn images with questions and exact answers, each made from one integer seed.
 
-A picture shows one to four shapes of the same kind and colour on a plain background. The same
+An image shows one to four shapes of the same kind and colour on a plain background. The same
 seed always gives the same scene; training and scoring use disjoint ranges of seeds.
 """
 
@@ -16,7 +16,7 @@ from enum import StrEnum
 from PIL import Image, ImageDraw
 
 PICTURE_SIZE = 112
-"""Side in pixels of the pictures the model was trained on (16 image tokens)."""
+"""Side in pixels of the images the model was trained on (16 image tokens)."""
 
 HELD_OUT_SEEDS = range(0, 1_000_000)
 TRAINING_SEEDS = range(1_000_000, 1 << 31)
@@ -111,7 +111,7 @@ class Picture:
 
 
 def draw(seed: int, size: int = PICTURE_SIZE) -> Picture:
-    """Draw the picture that belongs to ``seed``, a square of ``size`` pixels a side.
+    """Draw the image that belongs to ``seed``, a square of ``size`` pixels a side.
 
     Raises:
         ValueError: ``seed`` is negative or ``size`` is below 28, one image token.
@@ -149,9 +149,9 @@ def _shade(colour: str, rng: random.Random) -> tuple[int, int, int]:
 
 
 def _places(count: int, rng: random.Random) -> list[tuple[float, float, float]]:
-    """Return centre and radius of each shape, in fractions of the picture's side.
+    """Return centre and radius of each shape, in fractions of the image's side.
 
-    One shape may be large and stand anywhere; several keep to a quarter of the picture each, so
+    One shape may be large and stand anywhere; several keep to a quarter of the image each, so
     that they never touch.
     """
     if count == 1:

@@ -1,7 +1,7 @@
-"""``python -m epd_portable.demo.run``: a picture's way through two instances, shown and checked.
+"""``python -m epd_portable.demo.run``: an image's way through two instances, shown and checked.
 
-Starts one encode and one prefill+decode instance and what stands in front of them, asks about a
-picture that it draws and prints the answer; then asks plain vLLM in one process the same and
+Starts one encode and one prefill+decode instance and their front, sends a question about an
+image that it draws and prints the answer; then sends it to plain vLLM in one process and
 compares tokens and log-probabilities.
 """
 
@@ -36,8 +36,8 @@ class Completion:
     """A chat completion.
 
     Attributes:
-        item: What the instance that answered says of the picture; empty for one process.
-        latency_s: From the request to the whole answer.
+        item: Report of the generating instance on the image; empty for one process.
+        latency_s: From the request to the end of the response.
     """
 
     text: str
@@ -48,7 +48,7 @@ class Completion:
 
 
 def request_answer(url: str, picture: Picture) -> Completion:
-    """Ask what is in a picture.
+    """Send the question about an image.
 
     Raises:
         EPDError: The server refused.
@@ -83,7 +83,7 @@ def request_answer(url: str, picture: Picture) -> Completion:
 
 
 def difference(split: Completion, reference: Completion) -> str:
-    """Return what differs between two answers, or nothing."""
+    """Return the differences between two responses."""
     if split.tokens != reference.tokens:
         return f"tokens differ: {split.text!r} split, {reference.text!r} in one process"
     pairs = zip(split.logprobs, reference.logprobs, strict=True)
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="KEY=VALUE",
         help="replace one key of the file for both, as in transfer.path=tcp",
     )
-    parser.add_argument("--seed", type=int, default=20, help="which picture to draw (default 20)")
+    parser.add_argument("--seed", type=int, default=20, help="which image to draw (default 20)")
     options = parser.parse_args(argv)
     # The demo shows where items came from.
     settings = ["front.item_outcomes=true", *options.settings]
@@ -132,14 +132,14 @@ def main(argv: list[str] | None = None) -> int:
 def ask_both(
     picture: Picture, config: Path, platform: str, settings: list[str], folder: Path
 ) -> tuple[Completion, Completion]:
-    """Return the answers of a topology, which is shown, and of plain vLLM in one process."""
+    """Return the responses of a topology, which is shown, and of plain vLLM in one process."""
     topology = load_topology(config, platform=platform, overrides=settings)
     reference = servers.one_process(
         topology.model,
         log=folder / "reference.log",
         engine_args=topology.engine_args,
         platform=platform,
-        # As the launcher has it where `enforce_eager` asks for it.
+        # As the launcher has it where `enforce_eager` is set.
         env={"TORCH_COMPILE_DISABLE": "1"} if topology.engine_args.get("enforce_eager") else {},
         report=_say,
     )
@@ -163,14 +163,14 @@ def _show(picture: Picture, split: Completion) -> None:
     item = split.item
     _say(
         f"""
-picture:       {picture.scene.answer(QuestionKind.DESCRIBE)}
+image:         {picture.scene.answer(QuestionKind.DESCRIBE)}
 question:      {QUESTION}
 answer:        {split.text}
 encoded by:    {item.get("encoder") or "the prefill+decode instance itself"}
 transfer path: {item.get("path") or "none"}, {item.get("nbytes", 0)} bytes
 time:          {item.get("transfer_ms", 0)} ms from the grant to the written item, \
 {item.get("wait_ms", 0)} ms until the item was there, {split.latency_s * 1000:.0f} ms \
-for the whole answer
+for the whole response
 """
     )
 

@@ -43,7 +43,7 @@ class Server:
         env: Variables beyond those of this process.
         url: Base address, without a final slash.
         log: File for its output.
-        ready: Start of the line that says that it is ready; empty waits for ``/health``.
+        ready: Start of the line that reports that it is ready; empty waits for ``/health``.
         report: Called with progress lines while it starts.
         popen: Starts the process, as `subprocess.Popen` does.
     """
@@ -95,7 +95,7 @@ class Server:
             )
 
     def stop(self) -> int:
-        """Ask it to end, kill what does not, and return its exit status."""
+        """Stop it by SIGTERM, kill what does not end, and return its exit status."""
         self._process.terminate()
         try:
             self._process.wait(_STOP_GRACE_S)
@@ -200,7 +200,7 @@ def one_process(
     variables = {
         **({} if compiles else dict(traits.env_without_compiler)),
         "HF_HUB_OFFLINE": "1",
-        # Ours lets plain vLLM read pictures where only a CUDA build of torchvision is available.
+        # Ours lets plain vLLM read images where only a CUDA build of torchvision is available.
         "VLLM_PLUGINS": ",".join(("epd_portable_media_guard", *traits.engine_plugins)),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -143,7 +143,7 @@ class SharedEncoder:
             self._orders += self._dispatcher.take_orders([request_id])
         self._leave(request_id)
         self._ended.append(request_id)
-        trace("encode.answered", request=request_id)
+        trace("encode.finished", request=request_id)
 
     def _leave(self, request_id: str) -> None:
         if self._current is not None and self._current.request_id == request_id:

@@ -1,8 +1,8 @@
 """Engine without a server: ``python -m epd_portable.engine.core FRONT ARGUMENTS``.
 
 ``FRONT`` is a JSON list of the Unix sockets of the front's API servers
-(`epd_portable.front.server`), and ``ARGUMENTS`` are those of vLLM's server. The engine says
-its name to each server, is told where that one listens, answers vLLM's handshake to itself with all
+(`epd_portable.front.server`), and ``ARGUMENTS`` are those of vLLM's server. The engine sends
+its name to each server, receives the address of its client, and performs vLLM's handshake with all
 of these addresses, and runs until one of the servers is gone.
 """
 
@@ -110,7 +110,7 @@ def _connect(path: str) -> socket.socket:
 
 
 def _meet(front: socket.socket, name: str) -> str:
-    """Say who this is; return where that server will listen."""
+    """Send the name of this engine; return where that server will listen."""
     front.sendall(f"meet {name}\n".encode())
     with front.makefile() as lines:
         return lines.readline().strip()

@@ -257,7 +257,7 @@ class Hub:
     def _is_full(self, front: _Front, nbytes: int) -> bool:
         """Return whether a front must wait: there is enough, and it has its share of that.
 
-        So a front without work is served beside one that sends without end, and there is never
+        So a front without work is served next to one that sends without end, and there is never
         more than twice the limit.
         """
         fronts = [each for each in self._fronts.values() if each.jobs or each is front]
@@ -392,7 +392,7 @@ class Hub:
         self._send(identity, done)
 
     async def _tick(self) -> None:
-        """Send heartbeats; count those without an answer, of fronts and of the engine."""
+        """Send heartbeats; count those without a reply, of fronts and of the engine."""
         question: asyncio.Future[Any] | None = None
         while True:
             await asyncio.sleep(BEAT_S)

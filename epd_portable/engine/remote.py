@@ -1,7 +1,7 @@
 """Engine for fronts on other machines: ``python -m epd_portable.engine.remote JSON ARGUMENTS``.
 
-``JSON`` is a `Places`, and ``ARGUMENTS`` are those of vLLM's server. Fronts are told of the engine
-by whoever registers it; the engine itself serves every holder of the secret, see
+``JSON`` is a `Places`, and ``ARGUMENTS`` are those of vLLM's server. Fronts are informed of the
+engine by the process that registers it; the engine itself serves every holder of the secret, see
 `epd_portable.engine.hub`, and has a page for operators.
 """
 

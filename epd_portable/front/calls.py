@@ -57,8 +57,8 @@ _CHANGES_WEIGHTS = ("collective_rpc",)
 def call_elsewhere(method: str, *args: Any) -> bool:
     """Return whether an engine that other fronts use too must forget what it has computed.
 
-    After these calls weights may be others. It goes on with its work, whatever is called: a pause
-    ends the requests from which its jobs come.
+    After these calls weights may be others. The engine continues with its work after any call: a
+    pause ends the requests from which its jobs come.
 
     Raises:
         GracefulHTTPError: The call may change weights, which it does not do at such an engine.

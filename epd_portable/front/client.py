@@ -3,7 +3,7 @@
 `SplitClient` is to vLLM's ``AsyncLLM`` what a client of one engine is. A request goes to one
 prefill+decode engine and each of its items, at the same moment, to an encode engine; the connector
 below brings the item from one to the other. Pixels go to the engine that encodes them. Items that
-the first one holds go to no encoder, unless it has lost them meanwhile and asks.
+the first one holds go to no encoder, unless it has lost them meanwhile and requests them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sockets: Unix socket of each API server, for engines.
-        can_encode: Engines that answer hold the vision tower.
+        can_encode: Engines that generate hold the vision tower.
         body_timeout_s: Longest time in which a request's body must have come.
         front: The key ``front``; of ``max_bodies_bytes`` the part of one API server.
     """
@@ -116,7 +116,7 @@ class SplitClient(AsyncMPClient):
     """See the module; its constructor connects to nothing.
 
     Args:
-        settings: What the launcher says.
+        settings: Settings of the launcher.
         index: Of this API server.
 
     Attributes:
@@ -237,11 +237,11 @@ class SplitClient(AsyncMPClient):
         return await self._outputs.get()
 
     async def call_utility_async(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call every engine that is up; return what the first that answers requests says."""
+        """Call every engine that is up; return the result of the first that serves requests."""
         return (await self.call_utility_all_async(method, *args))[0]
 
     async def call_utility_all_async(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call every engine that is up; return what those that answer requests say.
+        """Call every engine that is up; return the results of those that serve requests.
 
         In several calls where engines need one another: see `calls_of_all`.
         """
@@ -263,7 +263,7 @@ class SplitClient(AsyncMPClient):
         self._jobs.resets += 1
         if found:
             return found
-        raise UnavailableError("no engine that answers is up")
+        raise UnavailableError("no engine that generates is up")
 
     def get_kv_event_sources(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
         """Return where engines that are up publish KV events, by engine; since vLLM 0.31."""
@@ -343,11 +343,11 @@ class SplitClient(AsyncMPClient):
     # -- requests ---------------------------------------------------------------------------------
 
     def _choose_engine(self, one: OpenRequest, before: FrontEngine | None) -> FrontEngine:
-        """Return the engine that is to answer: the one before, if it is up; refuse without room."""
+        """Return the engine that is to generate: the one before, if it is up. Refuse if full."""
         chosen = before.instance if before is not None and before.instance.health.usable else None
         chosen = chosen or one.selection.choose_engine()
         if chosen is None:
-            raise UnavailableError("no engine that answers is up")
+            raise UnavailableError("no engine that generates is up")
         encoders = [each for each in self.engines.by_name.values() if each.encodes_only]
         room = any(each.instance.health.usable and not each.is_full for each in encoders)
         if one.core.mm_features and not self._can_encode and not room:
@@ -381,7 +381,7 @@ class SplitClient(AsyncMPClient):
             one.leave_out(self.words)
 
     async def _serve(self, one: OpenRequest, engine: FrontEngine) -> None:
-        """Have a request answered, by one engine after another until one has begun."""
+        """Have a request served, by one engine after another until one has begun."""
         request_id = one.core.request_id
         try:
             if self._store is not None:
@@ -441,7 +441,7 @@ class SplitClient(AsyncMPClient):
         if client is None:
             one.again = f"engine {engine.name} is down"
             return
-        # Whoever is an encoder encodes by itself what it holds no more.
+        # An engine that encodes does so for what it no longer holds.
         by_transfer = {"encoder", "stored"}
         if engine.instance.role not in ENCODES:
             by_transfer.add("held")
@@ -508,7 +508,7 @@ class SplitClient(AsyncMPClient):
                 await engine.abort(client, engine_id)
 
     def _assign(self, one: OpenRequest, engine: FrontEngine) -> list[Assignment[FrontItem]]:
-        """Return which engine brings each item to the one that answers."""
+        """Return which engine brings each item to the engine that generates."""
         if one.kv is not None:
             return []
         if engine.instance.role not in TAKES_ITEMS:
@@ -560,7 +560,7 @@ class SplitClient(AsyncMPClient):
         transfers: dict[str, EncodeTransfer],
         stores: dict[str, str],
     ) -> EngineCoreRequest:
-        """Return a request as the engine that answers gets it: without what encoders get."""
+        """Return a request as the engine that generates gets it: without what encoders get."""
         core = one.core
         sent = copy.copy(core)
         sent.request_id = engine_id
@@ -633,7 +633,7 @@ class SplitClient(AsyncMPClient):
                     one.exchange.samples[mm_hash] = engine.name, sample
 
     def _take_output(self, engine: FrontEngine, output: EngineCoreOutput) -> bool:
-        """Return whether an output is a part of an answer."""
+        """Return whether an output is a part of a response."""
         if not output.request_id:
             self._take_news(engine, msgspec.convert(compat.take_params(output), CacheNews))
         self._jobs.take_output(output)
@@ -683,7 +683,7 @@ def _policy_of(choice: ChoiceSection | None) -> Policy | None:
 
 
 def _job_s(settings: FrontSettings, policy: Policy | None) -> float | None:
-    """Return the longest time of an encode job: what a decider says, as far as retries fit."""
+    """Return the longest time of an encode job: that of a decider, as far as retries fit."""
     if policy is None or policy.encode_timeout_s is None:
         return None
     longest_s = settings.wait_timeout_s / MAX_ENCODERS

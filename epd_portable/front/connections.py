@@ -40,9 +40,9 @@ _TOO_LARGE = b"HTTP/1.1 431 Headers Too Large\r\nconnection: close\r\ncontent-le
 
 
 class _Parser:
-    """uvicorn's parser; a request that asks for another protocol than WebSocket is one of HTTP/1.1.
+    """uvicorn's parser; a request to upgrade to another protocol than WebSocket is one of HTTP/1.1.
 
-    httptools takes it for the last of a connection, and drops its body. Java's client asks for
+    httptools takes it for the last of a connection, and drops its body. Java's client requests
     HTTP/2 with its first request.
     """
 

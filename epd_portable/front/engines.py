@@ -1,9 +1,9 @@
 """The engines behind the front: each has a client of its own, replaced when it starts again.
 
 An engine (`epd_portable.engine.core`) connects to the Unix socket of each API server
-and says its name, is told where that one's client will listen, and says when it is ready. vLLM's
-client lives as long as the connection: what it closes by is the death of either side. API servers
-ask one another by the same sockets what each counts, and share nothing else.
+and sends its name, receives the address of that server's client, and reports when it is ready.
+vLLM's client lives as long as the connection: what it closes by is the death of either side. API
+servers exchange their counts by the same sockets, and share nothing else.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class FrontEngine:
         instance: Its state and what is counted of it.
         index: Its label in vLLM's metrics.
         client: vLLM's client of its present life; ``None`` while it is down.
-        holds: Items in its encoder cache, as far as it has said (`CacheNews`).
+        holds: Items in its encoder cache, as far as it has reported (`CacheNews`).
         fingerprint: See `epd_portable.wire.fingerprint`; empty before its first life.
         namespace: Of the store's entries that it loads; empty for none.
         misfits: Engines whose items it refuses.
@@ -119,8 +119,8 @@ class FrontEngine:
             as it encoded them, by its own.
         compared: Outputs of other engines next to the right ones, by name of the engine.
         unchecked: Engines whose outputs are to be compared.
-        running: Requests that it computes, of all senders, by its last report; vLLM tells one API
-            server how many, others whether there are any.
+        running: Requests that it computes, of all senders, by its last report; vLLM reports to
+            one API server how many, others whether there are any.
         life: Follows one on another machine, until it has left; ``None`` for others.
         leaving: It is forgotten when nothing of it is needed.
         warming: Number of its pairs that are warmed up at present.
@@ -153,7 +153,7 @@ class FrontEngine:
         return "queue" if max(self.instance.responses.running, self.running) else "idle"
 
     def report(self, stats: SchedulerStats) -> None:
-        """Take in how busy it is; what it says holds until it says more."""
+        """Process its load report, which holds until the next one."""
         running, waiting = stats.num_running_reqs, stats.num_waiting_reqs
         if self.encodes_only:
             report = LoadReport(items=running + waiting)
@@ -187,7 +187,7 @@ class FrontEngine:
         """Send it a request.
 
         Raises:
-            WentDownError: It is down, or has said that it ends.
+            WentDownError: It is down, or is about to end.
         """
         if self.client is None:
             raise WentDownError("is down")
@@ -204,7 +204,7 @@ class FrontEngine:
                 await client.abort_requests_async([request_id])
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of it; return what it says, or nothing if it is down or goes down."""
+        """Call a method of it; return the result, or nothing if it is down or goes down."""
         if self.client is None:
             return []
         # vLLM's client would wait for ever.
@@ -258,7 +258,7 @@ class Engines:
 
     Args:
         settings: Of each engine.
-        paths: Unix socket of each API server, to which engines connect; others are made beside
+        paths: Unix socket of each API server, to which engines connect; others are made next to
             this one's.
         index: Of this server.
         config: Of the front; the first engine that generates completes it.
@@ -403,7 +403,7 @@ class Engines:
                 peer.shutdown()
 
     async def _met(self, engine: FrontEngine, peer: Peer) -> Here:
-        """Return what an engine says of itself.
+        """Return the description that an engine sends.
 
         Raises:
             TimeoutError: It stays away.
@@ -420,7 +420,7 @@ class Engines:
                 met.cancel()
 
     async def one_up(self) -> None:
-        """Return when an engine is up that answers requests."""
+        """Return when an engine is up that serves requests."""
         waits = [asyncio.create_task(each.health.wait_up()) for each in self.pool.of_duty("decode")]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for each in waits:

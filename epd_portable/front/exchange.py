@@ -120,7 +120,7 @@ class FrontExchange:
         nbytes: Bytes of its body so far.
         key: Digest of the client's API key; empty without one.
         status: Status of the response; 0 before it.
-        unread: The body has not been asked for.
+        unread: The body has not been requested.
         begun: A part of the response is sent: the status cannot change any more.
         failure: Reason why the request is not served. The middleware sends it as the response.
         first_at: Monotonic time of the first byte of the response's body.
@@ -132,7 +132,7 @@ class FrontExchange:
         names: Names of the distinct items, in their order.
         encoded: Encoder of each item that is not encoded elsewhere, by the item's name.
         left_out: Names of items that the response does without.
-        model: Name that the client asks for.
+        model: Name that the client requests.
         session: Name of the client's conversation; or empty.
         hints: Engines that a trusted gateway names; ``None`` for clients.
         samples: Samples of its items' encoder outputs, with the engine that took each, by the

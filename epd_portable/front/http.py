@@ -1,7 +1,7 @@
 """HTTP around vLLM's application: keys, bounds, placement headers, instances, access lines.
 
 ``--middleware epd_portable.front.http.FrontMiddleware``, the last, so outermost. All
-that vLLM's server has by itself is left to it.
+that vLLM's server has is left to it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 
 
 class FrontMiddleware:
-    """Answers what is about the engines; bounds, places and logs the requests of clients."""
+    """Serves state and control of engines; bounds, places and logs the requests of clients."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -139,7 +139,7 @@ class FrontMiddleware:
             signed = any(key == b"authorization" for key, _ in scope["headers"])
             return await self._health(engines, signed=signed and self._is_signed(scope))
         if (method, verb) == ("GET", "health") and known:
-            # The launcher asks; an engine has no server of its own.
+            # The launcher sends the request; an engine has no server of its own.
             within_s = _RESPONDS_WITHIN_S
             with contextlib.suppress(KeyError, ValueError):
                 within_s = min(within_s, float(Request(scope).query_params["within_s"]))
@@ -162,7 +162,7 @@ class FrontMiddleware:
         return Response(status_code=404)
 
     async def _health(self, engines: Engines, *, signed: bool) -> Response:
-        """200 if a request can be answered; the instances are for holders of the secret."""
+        """200 if a request can be served; the instances are for holders of the secret."""
         try:
             seen = await engines.seen()
         except RequestError:
@@ -244,7 +244,7 @@ class FrontMiddleware:
     # -- requests of clients ----------------------------------------------------------------------
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let vLLM answer; its body is read when it asks for it, so after keys and paths."""
+        """Let vLLM serve it; its body is read on demand, so after keys and paths."""
         begun, one = time.monotonic(), FrontExchange()
         exchange.set(one)
         held: Message | None = None
@@ -304,7 +304,7 @@ class FrontMiddleware:
                 logger.debug("the client disconnected before its request was complete")
         except Exception:
             if not one.begun:
-                one.status = 500  # So Starlette answers, outside of this.
+                one.status = 500  # Starlette responds so, outside of this.
             raise
         finally:
             self._held_bytes -= one.nbytes
@@ -385,7 +385,7 @@ class FrontMiddleware:
 
 
 def _here() -> str:
-    """Return the name of this life of the front: its process group, whichever server answers."""
+    """Return the name of this incarnation of the front: its process group, for every server."""
     return str(os.getsid(0))
 
 

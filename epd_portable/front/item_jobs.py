@@ -48,7 +48,7 @@ class ItemJobs:
         retries: What failed jobs and requests may spend together.
         servers: API servers of this front: what one gives an engine meanwhile, each does.
         wait_timeout_s: Longest time in which an item must come.
-        can_encode: The engine that answers holds the vision tower.
+        can_encode: The engine that generates holds the vision tower.
         adapts_encoders: LoRA adapters change encoder outputs (vLLM's
             ``enable_tower_connector_lora``), so jobs name those of their requests.
         order: Key ``front.encode_order``.
@@ -57,7 +57,7 @@ class ItemJobs:
 
     Attributes:
         open: Jobs that have not ended, by name.
-        requested: Set when an encoder is to be asked for an item; by transfer, of all requests.
+        requested: Set when an encoder is to be chosen for an item; by transfer, of all requests.
         resets: Changes when encoders may have forgotten what they encoded: calls of all engines.
     """
 
@@ -124,7 +124,7 @@ class ItemJobs:
     async def deliver(
         self, one: OpenRequest, way: Assignment[FrontItem], transfer: EncodeTransfer, use: InFlight
     ) -> None:
-        """Have an item encoded, by one encoder after another, until the answer begins.
+        """Have an item encoded, by one encoder after another, until the response begins.
 
         An encoder that goes down after its job may not have written the item yet, and one without
         memory for the item never does.

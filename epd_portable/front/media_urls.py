@@ -240,7 +240,7 @@ class UrlFetcher(AbstractResolver):
             raise _failed(f"its server responded {status}", status=400 if theirs else 502)
         coded = {each.strip().lower() for each in headers.getall("content-encoding", [])}
         if coded - {"", "identity"}:
-            raise _failed("its server compressed it, without being asked to")
+            raise _failed("its server compressed it, unrequested")
         if (reply.content_length or 0) > most:
             raise _too_large(f"it has {reply.content_length} bytes", most)
         data = bytearray()

@@ -68,7 +68,7 @@ class Peer:
         loaded: Called with the backlog of the engine for other fronts.
 
     Attributes:
-        here: What the hub last said of its engine.
+        here: What the hub last reported of its engine.
         problem: Why the engine cannot be used, or empty.
         ended: Why this life is over, or empty.
     """
@@ -115,7 +115,7 @@ class Peer:
         self._tasks = [asyncio.create_task(x) for x in (self._beat(), self._take(), self._watch())]
 
     async def met(self) -> Here:
-        """Return what the hub says of its engine, when that can be used."""
+        """Return the hub's description of its engine, when that can be used."""
         await self._met.wait()
         assert self.here is not None
         return self.here
@@ -154,7 +154,7 @@ class Peer:
             end = begin + data.nbytes
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        """End jobs; nothing answers."""
+        """End jobs; there is no reply."""
         with contextlib.suppress(EngineDeadError):
             await self._send(Cancel(jobs=tuple(request_ids)))
 

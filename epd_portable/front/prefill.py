@@ -3,7 +3,7 @@
 A prefill job is a request of its own, for one token. Its output names the place of the prompt's KV
 in ``kv_transfer_params``, which the front adds to the request of the decode engine. That engine
 reads the KV and computes only the last token of the prompt. It also has the whole request with its
-media, so it can prefill by itself after any failure.
+media, so it can prefill locally after any failure.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Prefills:
             engine_id: Name of the present try.
 
         Returns:
-            Whether the request goes on: an operator's abort of the job ends the request as well.
+            Whether the request continues: an operator's abort of the job ends the request as well.
         """
         if not suits(one.core):
             self._metrics.prefills.labels("unsuited").inc()

@@ -124,12 +124,13 @@ class OpenRequest:
         here: Identifiers of items that the answering engine must encode.
         missing: Identifiers of items that no engine can encode.
         decided: Its present try has begun, has ended, or must be sent again.
-        begun: A part of the answer is out: no other engine can give the rest.
+        begun: A part of the response is out: no other engine can give the rest.
         again: Why it must be sent again.
         refused: Reason why no engine can ever compute it, with limit and remedy.
         awaited: Items whose encode jobs have not ended.
-        held: Items that its engine has by what it said, and has not asked for.
-        requested: Set when an encoder is to be asked for a transfer's item, and when it is decided.
+        held: Items that its engine has by its reports, and has not requested.
+        requested: Set when an encoder is to be chosen for a transfer's item, and when it is
+        decided.
         reserved: Places for encode jobs that are assigned and have not started, by ``item_uuid``.
         tokens: Of the prompt, that its engine most likely has to compute.
         kv: KV of the prompt, where a prefill engine has computed it.
@@ -218,7 +219,7 @@ class OpenRequest:
 
 
 def blocks_of(core: EngineCoreRequest, size: int) -> list[int]:
-    """Return a prompt as a chain of names of its blocks: equal as far as two begin alike.
+    """Return a prompt as a chain of names of its blocks: equal for a common beginning.
 
     Args:
         size: Tokens of a block.

@@ -67,7 +67,7 @@ class Front(compat.passing_errors(AsyncLLM)):  # type: ignore[misc]
         def process_uuids(data: Any, items: Any, uuids: Any, *args: Any, **kwargs: Any) -> Any:
             given = [str(name) for names in uuids.values() for name in names]
             if not all(name.startswith(self.own_items) for name in given):
-                # A client's name for an item could be that of another client's picture.
+                # A client's name for an item could be that of another client's image.
                 uuids = parse_mm_uuids(None)
             return process(data, items, uuids, *args, **kwargs)
 
@@ -84,7 +84,7 @@ class Front(compat.passing_errors(AsyncLLM)):  # type: ignore[misc]
         if state is not None:
             if state.queue is not None and isinstance(error, Exception):
                 state.queue.put(error)
-            # With it its siblings, where several answers were asked for: theirs are not read.
+            # With it its siblings, where several choices were requested: theirs are not read.
             whole = state.parent_req.request_id if state.parent_req else request_id
             ended = self.output_processor.abort_requests((whole,), internal=True)
             self.engine_core.give_up(each for each in ended if each != request_id)

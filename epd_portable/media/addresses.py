@@ -1,7 +1,7 @@
 """From where media may be fetched: what an address on the web must look like, and which machines.
 
 Pure. A URL is taken apart once and used in these parts only, so no other parser can understand it
-differently. Whatever is unusual in it is refused.
+differently. Everything unusual in it is refused.
 
 Which addresses are public is the word of IANA's registries of special-purpose addresses for IPv4
 and IPv6 (https://www.iana.org/assignments/iana-ipv4-special-registry and -ipv6-), not of Python,
@@ -68,7 +68,7 @@ _KEPT = "/?%:@!$&'()*+,;=~-._[]"
 
 
 class MediaUrlError(RequestError):
-    """Media are not fetched, or could not be; does not say yet of which item."""
+    """Media are not fetched, or could not be; the caller names the item."""
 
     def __init__(
         self,
@@ -132,7 +132,8 @@ def read_url(text: str) -> WebTarget:
     """Take a URL apart.
 
     Raises:
-        MediaUrlError: It is none of ``http`` or ``https``, or an unusual one; says what is.
+        MediaUrlError: It is none of ``http`` or ``https``, or an unusual one, which the message
+        names.
     """
     if len(text) > MAX_URL_CHARS:
         raise MediaUrlError(f"a URL may have {MAX_URL_CHARS} characters, and this has {len(text)}")
@@ -224,7 +225,7 @@ class Domains:
             ``*.example.com`` for all names below, ``*`` for every name, ``[2001:db8::1]:8080``.
 
     Raises:
-        ValueError: One of them is none of these; says which.
+        ValueError: One of them is none of these; names which.
     """
 
     def __init__(self, entries: Iterable[str]) -> None:

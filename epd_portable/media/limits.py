@@ -1,7 +1,7 @@
 """Limits on what a request's media become when they are decoded. Pure.
 
 The instances apply them where they open a file (`epd_portable.vllm_plugin.media_bounds`). What a
-request asks of the processing of its media is checked here.
+request sets for the processing of its media is checked here.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class MediaLimits:
 def check_settings(limits: MediaLimits, name: str, raw: msgspec.Raw) -> None:
     """Check that a request's settings for the processing of media keep within the limits.
 
-    Every number in them counts, at whatever depth: edges of pictures and numbers of tiles by what
+    Every number in them counts, at any depth: edges of images and numbers of tiles by what
     they mean, others as pixels.
 
     Args:
@@ -130,7 +130,7 @@ def _check_within(value: float, most: float, where: str, what: str) -> None:
         shown = f"{value:.15g}" if abs(value) < 1e18 else "beyond all measure"
         raise _refused(
             f"{where} is {shown}: at most {most:.15g} {what} are allowed by this front's "
-            "media limits (front.media.max_item_pixels, max_seconds); ask for less, or leave it "
+            "media limits (front.media.max_item_pixels, max_seconds); set less, or leave it "
             "out"
         )
 

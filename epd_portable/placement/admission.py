@@ -181,7 +181,7 @@ class AdmissionQueue:
         return (lacking & -lacking).bit_length() - 1
 
     def _lacks(self, request: QueuedRequest) -> int:
-        """Return a bit for each limit within which a request has no room."""
+        """Return a bit for each limit within which a request has no space."""
         lacking = 0
         for kind, (amount, used, limit) in enumerate(
             zip(request.amounts, self.used, self._limits, strict=True)
@@ -237,7 +237,7 @@ class AdmissionQueue:
         if not queue:
             del self._queues[place]
         if not self.waiting:
-            # Later requests start afresh, and keys that ask no more are forgotten.
+            # Later requests start afresh, and keys that request no more are forgotten.
             self._served, self._level = {}, 0.0
 
 
@@ -423,7 +423,8 @@ class AdmissionControl:
     def _limit(self, bound: _Bound) -> Limit:
         """Return a limit as it is for the usable instances; none where there are none.
 
-        A request then is answered 503, or its items are encoded where it is answered.
+        A request then is rejected with 503, or its items are encoded where its response is
+        generated.
         """
         limit: float = bound.limit / self._servers
         if bound.duty is not None:

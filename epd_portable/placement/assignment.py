@@ -45,9 +45,9 @@ A text that comes while an idle instance encodes waits for that: it must be wort
 MAX_PD_ATTEMPTS = 2
 """Times that one request is sent: one that kills its instance must not walk over them all."""
 JOB_GRACE_S = 2.0
-"""Encode jobs may still be answered for this long when nothing waits for them any more."""
+"""Replies to encode jobs are accepted for this long when nothing waits for them any more."""
 MAX_PREFILLS = 2
-"""Prefill instances asked for one request, before the decode instance prefills itself."""
+"""Prefill instances tried for a request, before the decode instance prefills itself."""
 RETRIES_AT_ONCE = 100
 REQUESTS_PER_RETRY = 5
 """Requests and jobs may be sent again that often: some at once, and then a part of what comes, so

@@ -166,7 +166,7 @@ def _nearest(found: Mapping[tuple[str, int], _Found], name: str, amount: int) ->
 
 
 class Pace:
-    """Ends of work in busy time: idle time says nothing of how fast work is done."""
+    """Ends of work in busy time: idle time does not show how fast work is done."""
 
     def __init__(self) -> None:
         self._ended = 0.0
@@ -182,7 +182,7 @@ class Pace:
         return self._busy_s / (self._ended + 1)
 
     def see(self, now_s: float, *, busy: bool) -> None:
-        """Let time pass; ``busy`` says whether there was work since the last call."""
+        """Let time pass; ``busy`` is whether there was work since the last call."""
         if busy:
             self._busy_s += now_s - self._seen_s
         self._seen_s = now_s
@@ -201,7 +201,7 @@ class Prompt:
 
     Attributes:
         blocks: Their names, each made of its content and of all before it: equal for two prompts
-            as far as these begin alike.
+            up to the end of their common beginning.
         ends: Tokens up to the end of each.
         tokens: Of all of it, also beyond the blocks, and those that items are taken for.
     """

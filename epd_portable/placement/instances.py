@@ -38,7 +38,7 @@ MAX_INSTANCES = 10_000
 FEW = 16
 """Largest number of instances whose loads are all compared; of more, two are."""
 ALIKE = 1.5
-"""Encoders are alike for an item if none takes so many times as long as the fastest."""
+"""Encoders are equal for an item if none takes so many times as long as the fastest."""
 InstanceState = Literal["up", "down", "draining"]
 """``draining``: no new work at all."""
 

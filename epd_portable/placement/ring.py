@@ -1,6 +1,6 @@
-"""Consistent hashing with bounded loads: which instance a key prefers, while it has room. Pure.
+"""Consistent hashing with bounded loads: which instance a key prefers, while it has space. Pure.
 
-One function answers it for everything that leads a picture, or a conversation, to the instance that
+One function decides it for everything that leads an image, or a conversation, to the instance that
 had it before: the default rules, `front.choice` and the headers of hops.
 """
 
@@ -106,7 +106,7 @@ class HashRing(Generic[T]):
 
 
 def bounded_load(load: float, weight: float, bound: float = LOAD_BOUND) -> float:
-    """Return the load, for each unit of its weight, below which an instance has room.
+    """Return the load, for each unit of its weight, below which an instance has space.
 
     Args:
         load: Sum of the loads of all instances.

@@ -37,7 +37,7 @@ class StreamEvent(DeviceEvent):
         _ask_device(self._event.wait)
 
     def done(self) -> bool:
-        """Ask the device."""
+        """Query the device."""
         return bool(_ask_device(self._event.query))
 
     def block(self) -> None:
@@ -114,7 +114,7 @@ class AcceleratorPlatform(CollectivePlatform):
             self._runtime.set_device(device)
 
     def memory_info(self, index: int) -> MemoryInfo:
-        """Ask the runtime; creates a context on the device."""
+        """Query the runtime; creates a context on the device."""
         device = self.device(index)
         with self._translated(f"read the memory of {device}"), self._runtime.device(device):
             free_bytes, total_bytes = self._runtime.mem_get_info(device)
@@ -166,8 +166,8 @@ class AcceleratorPlatform(CollectivePlatform):
         (_, _, _, offset, _, _, index, memory, size, start) = arguments[:10]
         (_, counter, counter_offset, event, event_sync_required) = arguments[10:]
         with self._translated(f"share memory of {tensor.device}"):
-            # torch would keep the memory until an opener reports that it let go, which one that was
-            # killed, or that never came, does not.
+            # torch would keep the memory until an opener reports that it has closed it, which one
+            # that was killed, or that never came, does not.
             self._release_counter(counter, counter_offset)
         if memory[1:2] == _EXPANDABLE_SEGMENT:
             raise UnsupportedError(

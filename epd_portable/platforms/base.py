@@ -57,7 +57,7 @@ class ShareHandle(msgspec.Struct, frozen=True, kw_only=True):
     """Names device memory of one process so that another on the same host can open it.
 
     Plain data: it holds no reference, so the exporter must keep the memory until every opener has
-    let go of it.
+    release it.
 
     Attributes:
         device_uuid: The physical device; empty when the runtime does not name it.
@@ -122,7 +122,7 @@ class DeviceEvent(ABC):
 class Platform(ABC):
     """A kind of device, its memory and its collectives.
 
-    Callers ask for a capability, never for a vendor. Device indexes count the devices that this
+    Callers query a capability, never a vendor. Device indexes count the devices that this
     process may see, from 0. Every method but `availability` may raise `PlatformUnavailableError`
     when the platform or a device of that index is not there, and `PlatformError` when the runtime
     fails; only further errors are listed.
@@ -145,9 +145,9 @@ class Platform(ABC):
 
     @abstractmethod
     def availability(self) -> Availability:
-        """Say whether the platform can be used here, and why or why not.
+        """Return whether the platform can be used here, with the reason.
 
-        Creates no device context, so a parent that forks later may ask. Raises nothing.
+        Creates no device context, so a parent that forks later may call it. Raises nothing.
         """
 
     @abstractmethod
@@ -188,7 +188,7 @@ class Platform(ABC):
 
         The memory is not reused before work queued on the current stream up to the end of
         the tensor's life is complete. Orders nothing: the current stream must wait for the event of
-        the copy by itself.
+        the copy on its own.
         """
 
     @abstractmethod
@@ -220,7 +220,7 @@ class Platform(ABC):
 
         Args:
             tensor: ``(nbytes,)`` uint8 on a device of this platform. The caller keeps it alive
-                until the last opener has let go; openers do not keep it.
+                until the last opener has closed it; openers do not retain it.
 
         Raises:
             UnsupportedError: The platform has no device memory to share.

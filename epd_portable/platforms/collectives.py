@@ -125,7 +125,7 @@ def finish_within(deadline: Deadline, call: Callable[[], T], name: str) -> T:
 
     Raises:
         RuntimeError: The call failed, or is not back at the deadline; then its thread ends when the
-            library gives up by itself.
+            library ends its wait.
     """
     results: list[T] = []
     failures: list[Exception] = []
@@ -186,7 +186,7 @@ class CollectiveGroup:
             return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
         with self._translated(deadline, "the rendezvous"):
-            # The process that listens there may be stopped, and then answers nobody.
+            # The process that listens there may be stopped, and then does not reply.
             place = PrefixStore(self._name, finish_within(deadline, store, "epd-rendezvous"))
         try:
             self._connect(place, local_address, deadline)
@@ -309,7 +309,7 @@ def _probe(rendezvous: Rendezvous, deadline: Deadline) -> str:
             return address
     except TimeoutError as error:
         raise TransportTimeoutError(
-            f"group {rendezvous.name!r}: {where} did not answer within {deadline.timeout_s:g} s"
+            f"group {rendezvous.name!r}: {where} did not reply within {deadline.timeout_s:g} s"
         ) from error
     except OSError as error:
         raise PeerLostError(

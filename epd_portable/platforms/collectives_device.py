@@ -2,7 +2,7 @@
 
 NCCL and HCCL block without a limit of ours while they make a communicator, and while they take one
 down whose kernel still waits for a dead peer. Both happen in threads that a caller waits for no
-longer than its deadline; when the library gives up by itself, the thread ends.
+longer than its deadline; when the library ends its wait, the thread ends.
 
 A tensor goes from one rank to the other as a broadcast of two, not as torch's send and receive:
 those make a second communicator, on HCCL with a buffer that the backend's options do not bound.
@@ -55,7 +55,7 @@ class CollectivePlatform(Platform):
 
     @abstractmethod
     def end_work(self, work: Any) -> None:
-        """Let go of completed work of that backend; raises ``RuntimeError`` if it failed."""
+        """Release completed work of that backend; raises ``RuntimeError`` if it failed."""
 
     def new_group(self, rendezvous: Rendezvous, *, index: int, timeout_s: float) -> CollectiveGroup:
         """Join a group that moves device tensors by the platform's own backend."""
@@ -114,7 +114,7 @@ class DeviceCollectiveGroup(CollectiveGroup):
             raise
 
     def _release(self) -> None:
-        """Let go of the backend; returns after 2 s at most, whatever the library does."""
+        """Release the backend; returns after 2 s at most, regardless of the library."""
         backend, self._backend = self._backend, None
         if backend is None:
             return
@@ -126,7 +126,7 @@ class DeviceCollectiveGroup(CollectiveGroup):
         thread.join(_RELEASE_WAIT_S)
         if thread.is_alive():
             logger.warning(
-                "the collective library does not let go of a communicator; its device memory comes "
+                "the collective library does not release a communicator; its device memory comes "
                 "back when its own timeout has passed"
             )
 
@@ -174,8 +174,8 @@ class Turns:
     """Turns at making communicators, for libraries that can make only one at a time in a process.
 
     A communicator is made by two processes together, so both must have their turn at once. Each
-    pair asks the process with the lower identity first: with one order for all, processes that wait
-    for each other's turns cannot lock up, however many groups they make at the same moment.
+    pair serves the process with the lower identity first: with one order for all, processes that
+    wait for each other's turns cannot lock up, however many groups they make at the same moment.
     """
 
     def __init__(self) -> None:

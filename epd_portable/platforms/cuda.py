@@ -19,7 +19,7 @@ from epd_portable.platforms.traits import TRAITS
 _HOST_REGISTER_PORTABLE = 1
 _NEVER = timedelta(days=365)
 # Each channel of a communicator is a block of threads on the device, and buffers of 4 MiB and more
-# besides the engine's memory; NCCL takes up to 32 by itself. Few move an item fast enough.
+# besides the engine's memory; NCCL takes up to 32 by default. Few move an item fast enough.
 _NCCL_CHANNELS = 4
 
 
@@ -33,7 +33,7 @@ class CudaPlatform(AcceleratorPlatform):
         return torch.cuda
 
     def availability(self) -> Availability:
-        """Look for a CUDA build of torch and a device; asks NVML, so no context is created."""
+        """Look for a CUDA build of torch and a device; queries NVML, so no context is created."""
         if torch.version.cuda is None:
             return Availability(
                 ok=False,
@@ -108,8 +108,8 @@ class CudaPlatform(AcceleratorPlatform):
 
     def end_work(self, work: Any) -> None:
         """See `AcceleratorPlatform`."""
-        # NCCL's work is completed when it failed, too. It refuses to be asked which (torch 2.11 to
-        # 2.13); the wait, which does not block any more, raises what went wrong.
+        # NCCL's work is completed when it failed, too. It raises when queried for that (torch 2.11
+        # to 2.13); the wait, which does not block any more, raises what went wrong.
         work.wait()
 
 

@@ -84,7 +84,7 @@ class NpuPlatform(AcceleratorPlatform):
         return dtype in (torch.float32, torch.float16)
 
     def compute_units(self, index: int) -> Mapping[str, int]:
-        """Ask CANN (8.2.RC1 on, torch_npu 7.1 on) for cube (matrix) and vector cores."""
+        """Query CANN (8.2.RC1 on, torch_npu 7.1 on) for cube (matrix) and vector cores."""
         device = self.device(index)
         if not hasattr(self._runtime, "get_device_limit"):
             raise UnsupportedError(
@@ -107,7 +107,7 @@ class NpuPlatform(AcceleratorPlatform):
         """Register the range by torch_npu, else by CANN itself.
 
         Read in torch_npu's wheels: 2.9.0.post9, 2.11.0.post3, 2.12.0.post3, 2.13.0 and 2.14.0 have
-        the call; 2.10.0.post4, which vllm-ascend up to 0.30 asks for, does not.
+        the call; 2.10.0.post4, which vllm-ascend up to 0.30 requests, does not.
         """
         runtime = self._registration()
         if runtime is not None:
@@ -201,8 +201,8 @@ class NpuPlatform(AcceleratorPlatform):
     def end_work(self, work: Any) -> None:
         """See `AcceleratorPlatform`."""
         if not work.is_success():
-            raise RuntimeError("HCCL says that the work failed")
-        # Complete already; the call lets go of the tensor, which HCCL keeps until then.
+            raise RuntimeError("HCCL reports that the work failed")
+        # Complete already; the call releases the tensor, which HCCL keeps until then.
         work.wait()
 
 

@@ -16,7 +16,7 @@ def names() -> tuple[str, ...]:
 
 
 def availability(name: str) -> Availability:
-    """Say whether a platform can be used in this process, and why or why not.
+    """Return whether a platform can be used in this process, with the reason.
 
     Raises:
         ConfigError: There is no platform of that name.
@@ -33,11 +33,11 @@ def availability(name: str) -> Availability:
 
 
 def get(name: str) -> Platform:
-    """Return a platform that was asked for by name.
+    """Return a platform that was requested by name.
 
     Raises:
         ConfigError: There is no platform of that name.
-        PlatformUnavailableError: It cannot be used here; the message says why.
+        PlatformUnavailableError: It cannot be used here; the message has the reason.
     """
     state = availability(name)
     if not state.ok:
@@ -52,14 +52,14 @@ def _check_name(name: str) -> None:
 
 @functools.cache
 def _torch_problem() -> str:
-    """Say why torch cannot be imported; empty when it can.
+    """Return why torch cannot be imported; empty when it can.
 
     Cached: after a failure halfway, a second import fails for another, misleading reason.
     """
     try:
         import torch  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
-        # RuntimeError: a device backend that torch loads by itself is broken.
+        # RuntimeError: a device backend that torch loads itself is broken.
         causes: list[BaseException] = [error]
         while (cause := causes[-1].__cause__) is not None:
             causes.append(cause)

@@ -2,17 +2,17 @@
 
 A package index often pairs the CPU build of torch with the CUDA builds of torchvision, torchaudio
 and torchcodec. Their compiled parts then cannot be loaded, and importing them fails in ways that
-vLLM and transformers do not expect, although a picture needs only what is written in Python:
+vLLM and transformers do not expect, although an image needs only what is written in Python:
 
 * torchvision ends where it describes one of its operators (``operator torchvision::nms does not
   exist``). Declaring that operator and its quantised sister is enough for its transforms.
 * torchaudio, which transformers imports for every multimodal processor, raises ``OSError``. It does
-  without its library if the loading function answers that there is none.
+  without its library if the loading function reports that there is none.
 * torchcodec cannot do without, and vLLM expects ``ImportError`` then; it raises ``OSError``.
 
 The guard must be installed in every process of the engine before its first import of transformers.
 vLLM loads ``vllm.general_plugins`` later than that, ``vllm.platform_plugins`` in time. `install` is
-therefore a platform plug-in, one that answers ``None``: no platform here.
+therefore a platform plug-in, one that returns ``None``: no platform here.
 
 Nothing is done before a library has tried its compiled part and failed.
 """

@@ -33,7 +33,7 @@ class PlatformTraits:
             on ``PATH`` or a file, with variables of the environment.
         env_without_compiler: Names and values of variables of engines where there is none.
         env_with_slab: The same of engines whose device memory others open: what keeps their
-            allocator from mapping it piece by piece. Empty where it does not by itself.
+            allocator from mapping it piece by piece. Empty where it does not by default.
         env_on_shared_device: The same of engines with others on one of their devices.
         slot_alignment_bytes: Start of every slot in a receive pool is a multiple of this.
         slab_alignment_bytes: Start and size of device memory that is registered for remote access
@@ -122,10 +122,11 @@ _NPU = PlatformTraits(
     worker_cls="epd_portable.vllm_plugin.worker.EPDNPUWorker",
     worker_base="vllm_ascend.worker.worker:NPUWorker",
     engine_plugins=("ascend", "ascend_model", "ascend_model_loader"),
-    # vllm-ascend (0.23 to 0.30) asks for expandable segments where nothing else is set.
+    # vllm-ascend (0.23 to 0.30) requests expandable segments where nothing else is set.
     env_with_slab=(("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False"),),
     # Else two processes of one device listen on the same ports of the host and of the device. Not
-    # everywhere: kernels that compute while they communicate (MC2) do not allow it, says CANN.
+    # everywhere: kernels that compute while they communicate (MC2) do not allow it, by CANN's
+    # documentation.
     env_on_shared_device=(
         ("HCCL_HOST_SOCKET_PORT_RANGE", "auto"),
         ("HCCL_NPU_SOCKET_PORT_RANGE", "auto"),
@@ -158,7 +159,7 @@ _CPU = PlatformTraits(
     slot_alignment_bytes=64,
     slab_alignment_bytes=64,
     needs_device_copy=False,
-    # Measured with four pictures on two cores: one by one they take 1.5 to 1.8 times as long at 16
+    # Measured with four images on two cores: one by one they take 1.5 to 1.8 times as long at 16
     # embeddings each, and 0.2 to 1.0 times at 64 to 576.
     encode_together_embeds=64,
     encodes_in_background=True,

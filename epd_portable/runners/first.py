@@ -76,7 +76,7 @@ class PDRunnerMixin(TracedRunner):
         if scheduler_output.total_num_scheduled_tokens:
             self.epd.encoder.turns.take_turn()
             try:
-                # Within it vLLM asks ``get_finished``.
+                # Within it vLLM calls ``get_finished``.
                 output = super().execute_model(scheduler_output, *args, **kwargs)
             except BaseException:
                 self.epd.encoder.turns.end_turn()

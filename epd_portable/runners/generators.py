@@ -38,7 +38,7 @@ class RewindableGenerator(torch.Generator):
         return 0
 
     def set_offset(self, offset: int) -> torch.Generator:
-        """Go back to the mark, whatever the offset: numbers drawn since are drawn again."""
+        """Go back to the mark, regardless of the offset: numbers drawn since are drawn again."""
         return self.set_state(self._marked)
 
 

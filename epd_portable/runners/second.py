@@ -3,7 +3,7 @@
 In every step, with tokens or without, it begins with ``start_load_caches`` or
 ``start_save_caches``, gives each new output to ``save_caches`` once all of the step are there, and
 ends with ``get_finished`` (``gpu/ec_connector.py``, 0.28 to 0.33). What is left to do here is to
-tell the event trace, and what vLLM does not do in all versions.
+fill the event trace, and do what vLLM does not do in all versions.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ On one host *written*, for which requests wait, is sent to a Unix datagram socke
 consumer's pool. ZMQ wakes a thread at each end, encrypts and decrypts: on an idle host that takes
 longer than all other work of the two ends on an item. A datagram has arrived when the call that
 sends it returns. Only this user can open the socket, and this user could as well write to the pool.
-A lost datagram is no loss: *written* is sent until it is answered.
+A lost datagram is no loss: *written* is repeated until its reply.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class ControlServer:
         for identity, message in received:
             if isinstance(message, Foreign):
                 self._refuse(identity, message)
-        if not received:  # Peers that wait for an answer come first.
+        if not received:  # Peers that wait for a reply come first.
             self._gate.log_refusals()
         return received
 

@@ -32,9 +32,10 @@ CHUNK_BYTES = 8 << 20
 
 
 class QueuedCopy:
-    """A copy that a device makes by itself and that cannot be cancelled.
+    """A copy that a device makes asynchronously and that cannot be cancelled.
 
-    The memory at both ends is in use until `finish` has returned or raised, whatever the deadline.
+    The memory at both ends is in use until `finish` has returned or raised, regardless of the
+    deadline.
 
     Args:
         ends: Both ends of the copy; they live as long as this.
@@ -90,14 +91,14 @@ class DeviceCopies:
         """Return ``(nbytes,)`` uint8 on the device, allocated on the current stream.
 
         Raises:
-            CapacityError: The device has no room for ``what``; says ``remedy``.
+            CapacityError: The device has no space for ``what``; with ``remedy``.
         """
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
             free = self.platform.memory_info(self.index).free_bytes
             raise CapacityError(
-                f"no room for {what} on {self.platform.name} device {self.index}, which has "
+                f"no space for {what} on {self.platform.name} device {self.index}, which has "
                 f"{free} free: {remedy}"
             ) from error
 
@@ -105,7 +106,7 @@ class DeviceCopies:
         """Return the seconds that are left of a lease; `LeaseExpiredError` if it has ended."""
         remaining_s = deadline_s - self.clock()
         if remaining_s <= 0:
-            raise LeaseExpiredError("the lease ended before the write; ask for a new grant")
+            raise LeaseExpiredError("the lease ended before the write; request a new grant")
         return remaining_s
 
     def write(
@@ -184,7 +185,8 @@ class DeviceCopies:
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         """Return a copy of what `to_host` made, or it itself where the engine reads it there.
 
-        Does not block: it is made beside the engine's work, and what the engine queues next waits.
+        Does not block: it runs concurrently with the engine's work, and what the engine queues next
+        waits.
         """
         if not self.platform.traits.needs_device_copy:
             return host

@@ -53,9 +53,10 @@ def cores_kept() -> Iterator[None]:
 def timers_late() -> Iterator[None]:
     """Let timers of threads that start meanwhile be up to a tenth of a second late.
 
-    Whatever else wakes them still does at once. For the loops of gloo's groups, of which vLLM makes
-    a dozen also for one rank: each wakes every 10 ms to see whether it is to end (torch 2.13), and
-    together they would interrupt a step on their core more than a thousand times a second.
+    Anything else that wakes them still does at once. For the loops of gloo's groups, of which vLLM
+    makes a dozen also for one rank: each wakes every 10 ms to see whether it is to end (torch
+    2.13), and together they would interrupt a step on their core more than a thousand times a
+    second.
     """
     prctl = ctypes.CDLL(None).prctl
     before = prctl(_PR_GET_TIMERSLACK)

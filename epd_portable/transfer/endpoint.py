@@ -45,7 +45,7 @@ class ConsumerEndpoint:
 
     Raises:
         ConfigError: There is no secret.
-        CapacityError: ``/dev/shm`` has no room for the pool.
+        CapacityError: ``/dev/shm`` has no space for the pool.
         TransportError: An address is taken, or the workers have not opened their end.
     """
 

@@ -60,7 +60,7 @@ class SharedMemory:
 
     @property
     def identity(self) -> str:
-        """Identifies this file: one that is made anew at the same path has another."""
+        """Identifies this file: one that is made again at the same path has another."""
         return str(self._inode)
 
     @classmethod
@@ -68,7 +68,7 @@ class SharedMemory:
         """Make the file with all its memory; a file of that name left by a dead owner is replaced.
 
         Raises:
-            CapacityError: ``/dev/shm`` has no room for it.
+            CapacityError: ``/dev/shm`` has no space for it.
             ConfigError: The file of that name cannot be replaced: another user's, or no file.
             ValueError: It is no name of a pool.
         """
@@ -128,7 +128,7 @@ class SharedMemory:
         return memoryview(self._map)[offset : offset + nbytes]
 
     def is_current(self) -> bool:
-        """Return whether the file is still the mapped one: its owner may have made it anew."""
+        """Return whether the file is still the mapped one: its owner may have made it again."""
         try:
             return self.path.stat().st_ino == self._inode
         except FileNotFoundError:

@@ -1,6 +1,6 @@
 """Table of transfer paths, and the choice of one for a pair of instances.
 
-A choice names every better path that was refused, with its reason. A path that was asked for is
+A choice names every better path that was refused, with its reason. A path that was requested is
 taken or refused; no other is taken in its place.
 """
 
@@ -52,7 +52,7 @@ class PathEntry:
         plain_off_host: Bytes between hosts are not encrypted.
         fenced: A write after the end of its lease cannot touch the slot: the consumer's own process
             does the last step.
-        library: Module that must be installed. Such a path is offered without being asked for only
+        library: Module that must be installed. Such a path is offered without being requested only
             by instances that other hosts can reach: within one host there is always a better path.
         extra: Extra of this package that installs the library.
     """
@@ -211,7 +211,7 @@ def copies_in_place(name: str, platform: str) -> bool:
 
 
 def queues_copies(name: str, platform: str) -> bool:
-    """Return whether a producer writes with a copy that its device makes by itself."""
+    """Return whether a producer writes with a copy that its device makes asynchronously."""
     return entry(name).same_host and TRAITS[platform].needs_device_copy
 
 
@@ -221,7 +221,7 @@ def offered(
     """Return the paths that an instance has, best first.
 
     Args:
-        asked: ``transfer.path``.
+        requested: ``transfer.path``.
         plain: Payloads may be unencrypted: they stay on the host, or its network is trusted.
         off_host: Other hosts can reach the instance.
 
@@ -289,7 +289,7 @@ def describe(producer: str, consumer: str) -> list[tuple[str, bool, str]]:
             problem = f"{SHM_FOLDER} cannot be written"
         remark = _reserved(path, producer)
         if not remark and path.library:
-            remark = "between hosts, or when asked for"
+            remark = "between hosts, or when configured"
         reason = f"{path.summary}; {remark or _copies(path, producer, consumer)}"
         described.append((path.name, not problem, problem or reason))
     return described
@@ -343,7 +343,7 @@ def missing(path: PathEntry) -> str:
 def _reserved(path: PathEntry, platform: str) -> str:
     """Return the reason for which a platform offers a path only by configuration."""
     if not path.one_sided and not TRAITS[platform].needs_device_copy:
-        return f"on {platform} only when asked for: without device memory tcp does, and encrypts"
+        return f"on {platform} only when configured: without device memory tcp does, and encrypts"
     return ""
 
 

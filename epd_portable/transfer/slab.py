@@ -43,7 +43,7 @@ class Slab:
 
 
 class DeviceSlab(Slab):
-    """A slab of this process; `CapacityError` if the device has no room for it."""
+    """A slab of this process; `CapacityError` if the device has no space for it."""
 
     def __init__(self, copies: DeviceCopies, nbytes: int, session: str) -> None:
         alignment = copies.platform.traits.slab_alignment_bytes

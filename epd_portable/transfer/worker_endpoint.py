@@ -75,7 +75,7 @@ class WorkerEndpoint:
     """Access of a worker to the slots of its instance; rank 0 receives for all.
 
     Raises:
-        CapacityError: The device has no room for the slab, or ``/dev/shm`` for a small file.
+        CapacityError: The device has no space for the slab, or ``/dev/shm`` for a small file.
         TransportError: An address cannot be bound, or rank 0 has not opened its end.
         UnsupportedError: The device's memory cannot be shared, or this rank cannot open rank 0's.
     """

@@ -32,7 +32,7 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",
 )
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "_commit_hash", "chat_template"})
-"""Keys of these files, at any depth, that say nothing of encoder outputs."""
+"""Keys of these files, at any depth, that do not concern encoder outputs."""
 _DEVICE_KEYS = frozenset({"device", "backend"})
 """Media settings that vLLM adds on some devices; the place of the work does not change outputs."""
 _DEFAULT_REVISIONS = (None, "main", "master")
@@ -104,7 +104,7 @@ def stored_as(vllm_config: VllmConfig) -> str:
         weights = f"commit {commit}"
     else:
         raise ConfigError(
-            f"store: which weights {model.model!r} has cannot be told, for it is no folder and no "
+            f"store: the weights of {model.model!r} are unknown: it is neither a folder nor a "
             "commit of a hub; name a folder as model, or leave store out of the configuration"
         )
     return _digest([fingerprint(vllm_config), weights, _quantization(model)], digits=16)
@@ -123,10 +123,10 @@ def weights_of(folder: Path) -> str:
     try:
         parts = sorted(part for path in folder.glob("*.safetensors") for part in _tensors(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"the weights in {folder} cannot be told from others: {error}") from error
+        raise ConfigError(f"the weights in {folder} are not identified: {error}") from error
     if not parts:
         raise ConfigError(
-            f"the weights in {folder} cannot be told from others: there is no *.safetensors; "
+            f"the weights in {folder} are not identified: there is no *.safetensors; "
             "convert them, or leave store out of the configuration"
         )
     return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()

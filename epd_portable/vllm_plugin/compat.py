@@ -38,13 +38,14 @@ OUR_MODULES = "epd_portable.vllm_plugin."
 
 # The first version of each ability:
 CARRIES_PARAMS: Version = (0, 26)
-"""``ec_transfer_params`` reach the connector, and its answer reaches the client."""
+"""``ec_transfer_params`` reach the connector, and its reply reaches the client."""
 RETURNS_REQUESTS: Version = (0, 26)
-"""The scheduler returns the requests that it was told to end; before, their ids and clients."""
+"""The scheduler returns the requests that it was instructed to end; before, their ids and
+clients."""
 SECOND_RUNNER: Version = (0, 28)
 """The second model runner (``VLLM_USE_V2_MODEL_RUNNER=1``) has the hooks."""
 FEEDS_CONNECTOR_OUTPUT: Version = (0, 28)
-"""The scheduler hands worker reports to the connector by itself."""
+"""The scheduler hands worker reports to the connector."""
 ENDS_ENCODED: Version = (0, 29)
 """An encode instance ends a request when its prompt is encoded; before, with the first token, which
 it makes up in every step."""
@@ -139,13 +140,13 @@ def check_supported(vllm_config: VllmConfig) -> None:
         ),
         (
             manager is not None,
-            f"ec_manager_config: {manager} cannot be used beside the encoder cache of "
+            f"ec_manager_config: {manager} cannot be used with the encoder cache of "
             "epd-portable: leave it out",
         ),
         (
             pruning,
             f"video_pruning_rate={pruning}: what is left of a video is known only when it is "
-            "encoded, too late to make room for it elsewhere; leave it out",
+            "encoded, too late to make space for it elsewhere; leave it out",
         ),
         (
             model.is_encoder_decoder,
@@ -228,7 +229,7 @@ def small_dummies(vllm_config: VllmConfig) -> Callable[[], None]:
 
     From 0.32 on a producer's engine encodes the largest item of each modality once its model is
     loaded (`encoder_output_width.py`), only to look at the last dimension, which does not depend
-    on the size. On one core a picture of 12.8 million pixels, the default of Qwen2.5-VL, takes
+    on the size. On one core an image of 12.8 million pixels, the default of Qwen2.5-VL, takes
     minutes.
     """
     multimodal = vllm_config.model_config.multimodal_config

@@ -69,7 +69,7 @@ Ended = tuple[set[str] | None, set[str] | None]
 _REST_S = 0.005
 """vLLM steps every millisecond while a request waits; a new one waits no longer than this."""
 _LINGER_S = 2.0
-"""vLLM kills an engine that has not ended 5 s after it was asked to."""
+"""vLLM kills an engine that has not ended 5 s after SIGTERM."""
 
 
 class EPDConnector(ECConnectorBase):
@@ -190,7 +190,7 @@ class EncodeScheduler(SchedulerConnector):
         return self._cache
 
     def request_arrived(self, request: Request) -> None:
-        """Queue a request that has items, and remember the transfers that it asks for."""
+        """Queue a request that has items, and remember its requested transfers."""
         if not request.mm_features:
             return
         params = compat.read_transfer_params(EncodeParams, request)
@@ -234,7 +234,7 @@ class EncodeScheduler(SchedulerConnector):
         """Take in what `EncodeWorker` reports."""
         self._dispatcher.transfers_ended(connector_output.finished_sending or ())
         report = from_names(connector_output.finished_recving)
-        for nbytes in report["room"]:
+        for nbytes in report["space"]:
             self._grow(int(nbytes))
         for step in report["computed"]:
             self.computed_step = max(self.computed_step, int(step))
@@ -343,7 +343,7 @@ class PDScheduler(SchedulerConnector):
     ) -> bool:
         """Return whether the request's next token can be computed."""
         if request.request_id not in self._cache.incomplete:
-            return True  # Asked of every request in every step: of almost all while they decode.
+            return True  # Called for every request in every step: of almost all while they decode.
         running = request.status is RequestStatus.RUNNING
         return self.requests.may_schedule(request.request_id, num_computed_tokens, running=running)
 
@@ -435,7 +435,7 @@ class WorkerConnector(EPDConnector):
 
     @abstractmethod
     def begin_step(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """Do what the scheduler half asks for, before the step computes.
+        """Carry out the orders of the scheduler half, before the step computes.
 
         An encode instance begins the transfers that were ordered. In a step that computes nothing
         because something must end first, it rests until something has, but for some milliseconds
@@ -462,15 +462,15 @@ class WorkerConnector(EPDConnector):
         return ECConnectorOutput(finished_sending=sent, finished_recving=received)
 
     def get_finished(self, finished_req_ids: set[str], *args: Any, **kwargs: Any) -> Ended:
-        """Return what has ended by the end of a step; `reports` says how."""
+        """Return what has ended by the end of a step; `reports` has the results."""
         return self._take_ended()
 
     @contextmanager
     def encoding(self, items: Sequence[str]) -> Iterator[None]:
         """Let the encoder compute some items, by ``mm_hash``.
 
-        An encode instance that has no memory for them says so and goes on, and each is encoded by
-        the instance that needs it.
+        An encode instance that has no memory for them reports it and continues, and each is encoded
+        by the instance that needs it.
 
         Raises:
             EngineError: This instance is to encode nothing.
@@ -583,7 +583,7 @@ class EncodeWorker(WorkerConnector):
             self._copies.output_ready(mm_hash, output)
 
     def get_finished(self, finished_req_ids: set[str], *args: Any, **kwargs: Any) -> Ended:
-        """See `WorkerConnector`; the first runner drops it, and its mixin asks `end_step`."""
+        """See `WorkerConnector`; the first runner drops it, and its mixin calls `end_step`."""
         return self._take_ended() if self._by_hooks else (None, None)
 
     def _take_ended(self) -> Ended:
@@ -594,7 +594,7 @@ class EncodeWorker(WorkerConnector):
         computed = progress.take_computed()
         report: dict[Kind, set[str]] = {} if computed is None else {"computed": {str(computed)}}
         if self._room_bytes:
-            report["room"], self._room_bytes = {str(self._room_bytes)}, 0
+            report["space"], self._room_bytes = {str(self._room_bytes)}, 0
         report["missing"], self._unreported = self._unreported, set()
         if self._copies is not None:
             report["copy lost"] = self._copies.take_lost()
@@ -602,7 +602,7 @@ class EncodeWorker(WorkerConnector):
 
 
 class PDWorker(WorkerConnector):
-    """The worker half of a PD instance: a `Placer`, an encoder, and a `Sender` once it is asked.
+    """The worker half of a PD instance: a `Placer`, an encoder, and a `Sender` on request.
 
     Attributes:
         encoder: Knows when steps compute.
@@ -657,7 +657,7 @@ class PDWorker(WorkerConnector):
         for order in orders:
             output = encoder_cache.get(order.mm_hash)
             if output is not None and not self._copies.platform.traits.needs_device_copy:
-                output = output.clone()  # It may be a view of a slot, which a reset gives back.
+                output = output.clone()  # It may be a view of a slot, which a reset releases.
             self._sender.submit(order, output, missing=output is None)
 
     @contextmanager

@@ -43,7 +43,7 @@ def cache_bytes(
         part = config.cache_config.gpu_memory_utilization
         left = memory().left_of(part, before)
         logger.info(
-            "gpu_memory_utilization %g leaves %d MiB beside the weights and the largest step",
+            "gpu_memory_utilization %g leaves %d MiB next to the weights and the largest step",
             *(part, left >> 20),
         )
         found = left if found is None else min(left, found)

@@ -1,7 +1,7 @@
-"""The scheduler of an encode instance: all items of a request in one step, answered when computed.
+"""The scheduler of an encode instance: all items of a request in one step.
 
-vLLM's ``schedule`` asks the connector (``ensure_cache_available``, 0.26 to 0.33) whether a waiting
-request may start; `EncodeQueue` decides.
+vLLM's ``schedule`` queries the connector (``ensure_cache_available``, 0.26 to 0.33) whether a
+waiting request may start; `EncodeQueue` decides.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def encoder_scheduler(base: type) -> type:
             self.scheduler_config.enable_chunked_prefill = True
             self.encode_queue = self.ec_connector.queue
             self._withheld: deque[tuple[int, int, Any]] = deque()
-            """Answers with their steps and clients, in their order."""
+            """Responses with their steps and clients, in their order."""
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             self.encode_queue.admit(time.monotonic())
@@ -49,7 +49,7 @@ def encoder_scheduler(base: type) -> type:
             return self._withhold(scheduler_output.ec_connector_metadata.step, outputs)
 
         def _withhold(self, step: int, outputs: dict[int, Any]) -> dict[int, Any]:
-            """Keep answers until their items are computed: on devices a step only queues them.
+            """Hold responses until their items are computed: on devices a step only queues them.
 
             vLLM's other outputs go out at once.
             """
@@ -59,7 +59,7 @@ def encoder_scheduler(base: type) -> type:
             while self._withheld and self._withheld[0][0] <= self.ec_connector.computed_step:
                 _, client, answer = self._withheld.popleft()
                 outputs.setdefault(client, EngineCoreOutputs()).outputs.append(answer)
-                trace("encode.answered", request=answer.request_id)
+                trace("encode.finished", request=answer.request_id)
             return outputs
 
         def has_requests(self, *args: Any, **kwargs: Any) -> bool:

@@ -286,7 +286,7 @@ class JobReader:
         if item.fields.keys() != sample.keys():
             raise ProtocolError(
                 f"fields {', '.join(item.fields)}: {', '.join(sample)} here. Run releases of vLLM "
-                "at front and engine that process this model's items alike"
+                "at front and engine that process this model's items equally"
             )
         places = self._places(item)
         given = {name: _unpack(value, tensors, 0) for name, value in item.fields.items()}
@@ -295,7 +295,7 @@ class JobReader:
         try:
             fields = self._processor._get_mm_fields_config(given, {})
             items = MultiModalKwargsItems.from_hf_inputs(given, fields)[item.modality]
-        except Exception as error:  # Whatever a model's own code makes of them.
+        except Exception as error:  # Any exception of a model's own code.
             raise ProtocolError(f"its fields do not fit together: {error!r}") from error
         if len(items) != 1 or items[0].keys() != given.keys():
             raise ProtocolError(f"its fields are those of {len(items)} items: 1 is allowed")
@@ -340,7 +340,7 @@ class JobReader:
 
 def _tensor(spec: JobTensor, data: np.ndarray[Any, Any]) -> torch.Tensor:
     if spec.repeats > 1:
-        # numpy, as torch would start threads beside the engine's.
+        # numpy, as torch would start threads next to the engine's.
         runs = data.view(f"V{spec.run * JOB_DTYPES[spec.dtype]}")
         data = np.repeat(runs, spec.repeats).view(np.uint8)
     return torch.from_numpy(data).view(getattr(torch, spec.dtype)).reshape(spec.shape)
@@ -373,7 +373,7 @@ def _compare(name: str, value: Any, sample: Any) -> None:
     if value.dtype != sample.dtype or value.ndim != sample.ndim:
         raise ProtocolError(
             f"{name} of {value.dtype} in {value.ndim} dimensions: {sample.dtype} in {sample.ndim} "
-            "here. Run releases of vLLM at front and engine that process this model's items alike"
+            "here. Run releases of vLLM at front and engine that process this model's items equally"
         )
     if value.ndim == 2 and value.shape[1] != sample.shape[1]:
         raise ProtocolError(f"{name} of width {value.shape[1]}: {sample.shape[1]} here")

@@ -7,7 +7,7 @@ When the server starts, `bound_process`
   each request, frames of films included, before they are decoded;
 - limits the memory of the process, if ``max_memory_bytes`` is set.
 
-What is refused raises `ValueError`, which vLLM answers with 400. The pixels of a film's frame and
+What is refused raises `ValueError`, for which vLLM returns 400. The pixels of a film's frame and
 the seconds of sound are bounded by vLLM (``VLLM_MAX_IMAGE_PIXELS``,
 ``VLLM_MAX_AUDIO_DECODE_DURATION_S``), which the launcher sets.
 """
@@ -45,7 +45,7 @@ IMAGE_FORMATS = frozenset(
 )
 """Pillow's names of the formats that are opened: those that it writes and vLLM reads.
 
-Not BLP and ICNS: they hold a JPEG or PNG, which Pillow decodes whatever size the file states.
+Not BLP and ICNS: they hold a JPEG or PNG, which Pillow decodes regardless of the stated size.
 """
 FEWEST_READS = 4096
 BYTES_A_READ = 64
@@ -64,7 +64,7 @@ _UNREADABLE = (
 
 
 class MediaRefusedError(ValueError):
-    """A media file is not decoded; vLLM answers 400 with the message."""
+    """A media file is not decoded; vLLM returns 400 with the message."""
 
 
 class RequestBudget:
@@ -167,7 +167,7 @@ Factory = Callable[[IO[bytes], "str | bytes"], ImageFile.ImageFile]
 
 
 def _bounded_factory(factory: Factory, limits: MediaLimits) -> Factory:
-    """Return a factory of Pillow's that opens pictures within limits.
+    """Return a factory of Pillow's that opens images within limits.
 
     Raises:
         MediaRefusedError: By the factory; of its kind no other format is tried.
@@ -314,7 +314,7 @@ class _BoundedIO(MediaIO[Any]):
 
 
 def _bounded_films(loader: type[Any], limits: MediaLimits, budget: RequestBudget) -> type[Any]:
-    """Return a video loader of vLLM's that refuses a film before it makes room for its frames."""
+    """Return a video loader of vLLM's that refuses a film before it makes space for its frames."""
 
     class BoundedFilms(loader):
         @classmethod

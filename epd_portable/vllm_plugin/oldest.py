@@ -1,6 +1,6 @@
 """Parts that vLLM's scheduler lacks before 0.26.
 
-Up to 0.25 it does not call EC connectors when a request ends, does not return their answer to the
+Up to 0.25 it does not call EC connectors when a request ends, does not return their result to the
 client, and cannot fail a request between steps.
 """
 

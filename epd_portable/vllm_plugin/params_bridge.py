@@ -30,7 +30,7 @@ class ParamsMiddleware:
 
 
 def answer_body(body: bytes) -> bytes:
-    """Return an answer's JSON with the field taken out of ``kv_transfer_params``."""
+    """Return a response's JSON with the field taken out of ``kv_transfer_params``."""
     fields = _fields(body)
     inner = _fields(bytes(fields.get(_OUT_OF_ENGINE, b"null")))
     params = inner.pop(FIELD, None)
@@ -42,7 +42,7 @@ def answer_body(body: bytes) -> bytes:
 
 
 def _moving_back(send: Send) -> Send:
-    """Return a ``send`` that passes an answer on, JSON in one piece."""
+    """Return a ``send`` that passes a response on, JSON in one piece."""
     start: Message | None = None
     pieces: list[bytes] = []
 

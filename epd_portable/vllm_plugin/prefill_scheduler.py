@@ -55,7 +55,7 @@ def prefill_scheduler(base: type) -> type:
                 finished = super().finish_requests(request_ids, *args, **kwargs)
                 for request_id in [*self._jobs] if names is None else self._jobs.keys() & {*names}:
                     self._encoder.withdraw(request_id)
-                    # vLLM answers these where it ends all: a pause or the end of the engine.
+                    # vLLM ends these where it ends all: a pause or the end of the engine.
                     job = self._jobs.pop(request_id)
                     names_only = compat.version() < compat.RETURNS_REQUESTS
                     finished.append((request_id, job.client_index) if names_only else job)
@@ -142,9 +142,9 @@ def prefill_scheduler(base: type) -> type:
                 return outputs
 
         def _tell_servers(self, outputs: dict[int, Any]) -> None:
-            """Tell each of several API servers when the engine begins or ceases to compute.
+            """Notify each of several API servers when the engine begins or ceases to compute.
 
-            vLLM tells the statistics of a step to one of those that have requests in it.
+            vLLM reports the statistics of a step to one of those that have requests in it.
             """
             if len(self._told_busy) < 2:
                 return
@@ -166,7 +166,7 @@ def prefill_scheduler(base: type) -> type:
                     outputs.setdefault(client, EngineCoreOutputs()).outputs.insert(0, told)
 
         def _answer_jobs(self, outputs: dict[int, Any]) -> None:
-            """Answer encode jobs that have ended, as an encode instance does: with no token."""
+            """Complete encode jobs that have ended, as an encode instance does: with no token."""
             for request_id in self._encoder.take_ended():
                 job = self._jobs.pop(request_id)
                 answer = EngineCoreOutput(
@@ -208,8 +208,9 @@ def prefill_scheduler(base: type) -> type:
                 return super().reset_prefix_cache(*args, **kwargs)
 
         def has_requests(self, *args: Any, **kwargs: Any) -> bool:
-            # To vLLM a paused engine is idle, whatever waits: `pause` waits until it is. Jobs are
-            # done until nothing runs: requests that another engine's pause waits for need them.
+            # To vLLM a paused engine is idle, even if requests wait: `pause` waits until it is.
+            # Jobs are done until nothing runs: requests that another engine's pause waits for need
+            # them.
             state = self.pause_state
             waiting = self._jobs if state == PauseState.PAUSED_NEW else self._jobs or self._asleep
             waits = bool(waiting) and state != PauseState.PAUSED_ALL

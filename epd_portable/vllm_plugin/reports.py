@@ -19,7 +19,7 @@ from epd_portable.encode.producer import TransferOrder
 from epd_portable.encode.two_levels import HostOrders
 from epd_portable.items.placer import WorkerOrders
 
-Kind = Literal["room", "computed", "copy lost", "missing", "encoded", "not encoded", "sample"]
+Kind = Literal["space", "computed", "copy lost", "missing", "encoded", "not encoded", "sample"]
 """Kinds of reports. Of an encode instance: the bytes that its encoder cache may fill, once; the
 last step that its device has computed; and missing copies that its scheduler counts on, see
 `TwoLevelCache.take_report`. Of a PD instance: items that were encoded in addition to those of a
@@ -65,7 +65,7 @@ class StepMetadata(ECConnectorMetadata):
     """Message of the scheduler half to the worker half with each step.
 
     Attributes:
-        orders: Transfers to others: on an encode instance their items got room in this step,
+        orders: Transfers to others: on an encode instance their items got space in this step,
             elsewhere they are encoded.
         step: Encode instance on a device: the number of a step that computes, from 1; 0 otherwise.
         rests: Encode instance: there is nothing to do until a transfer has ended, or a step is

@@ -3,9 +3,9 @@
 Encoders of some families attend within a pair of frames, so a video's rows are those of its parts.
 The front divides such a video before it chooses encoders (`VideoParts`). A part is an item
 like any other, with a name, a place in the prompt and a transfer of its own. It fails, comes again
-and leaves caches by itself, and a prompt is computed as far as its parts are there. Only positions
-in time, height and width are of the whole video: the workers of engines that answer put it together
-for that (`place_by_whole_videos`).
+and leaves caches on its own, and a prompt is computed as far as its parts are there. Only positions
+in time, height and width are of the whole video: the workers of engines that generate put it
+together for that (`place_by_whole_videos`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OF_THE_WHOLE = {"second_per_grid_ts", "timestamps"}
 
 
 class VideoParts:
-    """Divides videos for one front; says in its log whether it does, and why not.
+    """Divides videos for one front; logs whether it does, and why not.
 
     Args:
         encoders: Encode engines of the plan, up or not: a video that comes again is divided as

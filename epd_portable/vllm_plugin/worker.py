@@ -38,7 +38,7 @@ class _WorkerMixin(_Worker):
     """Swaps the runner's class once the platform has made it.
 
     The runner is chosen deep inside ``init_device`` on all platforms (vLLM 0.26 to 0.33,
-    vllm-ascend 0.26 to 0.30); a subclass of whatever was chosen keeps that choice.
+    vllm-ascend 0.26 to 0.30); a subclass of the chosen one keeps that choice.
     """
 
     _traits: PlatformTraits
@@ -82,7 +82,7 @@ class _WorkerMixin(_Worker):
             self._measured = compat.small_dummies(self.vllm_config)
 
     def get_kv_cache_spec(self, *args: Any, **kwargs: Any) -> Any:
-        # The first that vLLM asks for once it has measured the encoder (0.32 and 0.33).
+        # The first that vLLM calls once it has measured the encoder (0.32 and 0.33).
         self._measured()
         return super().get_kv_cache_spec(*args, **kwargs)
 
@@ -104,7 +104,7 @@ class _WorkerMixin(_Worker):
     def _nixl_waits(self) -> Iterator[None]:
         """Let vLLM's NIXL connector wait for events where engines compute on cores.
 
-        NIXL's Python lets the progress thread ask without a pause (1.5.1), which takes a core from
+        NIXL's Python lets the progress thread poll without a pause (1.5.1), which takes a core from
         an idle instance. It wakes for events; what comes without one is seen after `_NIXL_WAIT_US`.
         """
         config = self.vllm_config.kv_transfer_config
@@ -112,7 +112,7 @@ class _WorkerMixin(_Worker):
             yield
             return
         if nixl_utils.NixlWrapper is None:  # vLLM sets variables for NIXL before it imports it.
-            yield  # It says what is missing.
+            yield  # Its message names what is missing.
             return
         from nixl._api import nixlBind
 

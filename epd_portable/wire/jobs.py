@@ -163,16 +163,16 @@ Job: TypeAlias = EncodeJob | KvJob
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel", tag_field="kind"):
-    """Front → hub: these jobs of the front need not be done any more; nothing answers."""
+    """Front → hub: these jobs of the front need not be done any more; there is no reply."""
 
     jobs: Annotated[tuple[Name, ...], Meta(max_length=4096)]
 
 
 class Reset(msgspec.Struct, frozen=True, kw_only=True, tag="reset", tag_field="kind"):
-    """Front → hub: compute from now on whatever is asked for, also what the engine has cached.
+    """Front → hub: compute every requested item from now on, cached ones as well.
 
     Attributes:
-        job: Name for the `Done` that answers.
+        job: Name for the `Done` that completes it.
     """
 
     job: Name
@@ -195,7 +195,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Here(msgspec.Struct, frozen=True, kw_only=True, tag="here", tag_field="kind"):
-    """Hub → front: heartbeat, and answer to the first one of a front.
+    """Hub → front: heartbeat, and reply to the first one of a front.
 
     Attributes:
         vllm: Release of its vLLM, for the log.
@@ -305,7 +305,7 @@ def decode_from_front(data: bytes | memoryview) -> tuple[FromFront, str]:
     """Return a front's message and its session.
 
     Raises:
-        OtherVersionError: It is of another version; says which, and what to do.
+        OtherVersionError: It is of another version; the message has the version and the remedy.
         ProtocolError: The bytes are no message.
     """
     envelope = _read_envelope(data)

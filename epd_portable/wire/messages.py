@@ -56,7 +56,7 @@ class NackCode(enum.StrEnum):
     NOT_STORED = "not_stored"
     """The store does not have the item; an encoder has to deliver it."""
     RELEASED = "released"
-    """Answer to `Abort`: the slot will not be written any more."""
+    """Reply to `Abort`: the slot will not be written any more."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -65,7 +65,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     Attributes:
         transfer_id: The front's name for the transfer of one item to one PD request.
         attempt: The producer's number for its work on this transfer, greater than every earlier
-            one of its process; answers repeat it. Nothing is written for an attempt once it was
+            one of its process; replies repeat it. Nothing is written for an attempt once it was
             aborted.
     """
 
@@ -106,7 +106,7 @@ class NotNeeded(Message, frozen=True, kw_only=True, tag="not_needed"):
 
 
 class Later(Message, frozen=True, kw_only=True, tag="later"):
-    """PD → encode: no room yet; the item is queued and a `Grant` or `NotNeeded` will follow."""
+    """PD → encode: no space yet; the item is queued and a `Grant` or `NotNeeded` will follow."""
 
 
 class Written(Message, frozen=True, kw_only=True, tag="written"):
@@ -126,8 +126,8 @@ class Injected(Message, frozen=True, kw_only=True, tag="injected"):
 class Abort(Message, frozen=True, kw_only=True, tag="abort"):
     """Sent by either end: this transfer ends without success.
 
-    The encode side stops writing and answers `Nack` with `NackCode.RELEASED`; until then the slot
-    is not granted again.
+    The encode side stops writing and replies with `Nack` and `NackCode.RELEASED`; until then the
+    slot is not granted again.
     """
 
     reason: str
@@ -173,7 +173,7 @@ class Foreign(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind in ("announce", "written")
 
     def refusal(self) -> Nack:
-        """Return what its sender is to be answered, in its version."""
+        """Return the reply to its sender, in the sender's version."""
         return Nack(
             transfer_id=self.transfer_id,
             attempt=self.attempt,

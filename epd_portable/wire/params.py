@@ -66,7 +66,7 @@ class ExpectedTransfer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Front → PD instance, which answers with `CacheNews`.
+    """Front → PD instance, which replies with `CacheNews`.
 
     Attributes:
         transfers: Distinct items in the order of their first place in the prompt.
@@ -160,7 +160,7 @@ def to_params(
 
 
 def is_encode_job(raw: dict[str, Any] | None) -> bool:
-    """Return whether a request's parameters ask for its items to be encoded, and for no answer."""
+    """Return whether a request's parameters are for an encode job, which has no output."""
     transfers = (raw or {}).get("transfers")
     return isinstance(transfers, (list, tuple)) and any(
         isinstance(each, dict) and "consumer" in each for each in transfers

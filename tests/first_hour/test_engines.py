@@ -207,7 +207,7 @@ class TestInFloat32(ManyItems, FloatEquality):
         ask(pair.split.url, [picture(42), ASK])
         (begun,), (ended,), (ready,), (answered,) = (
             [event["t_s"] for event in pair.split.events(name, since_s=begin_s)]
-            for name in ("encode.begin", "encode.end", "output.ready", "encode.answered")
+            for name in ("encode.begin", "encode.end", "output.ready", "encode.finished")
         )
         # The first runner hands an output on within what it traces as encoding.
         assert begun < min(ended, ready)

@@ -203,7 +203,7 @@ CODE_BUDGET = {
     "docstrings of tests": 267,
     "names of tests": 96,
     "names of tests of more than 60 characters": 412,
-    "banned words": 707,
+    "banned words": 278,
 }
 """Most of each in the code. A change that lowers one sets the new number: they only fall."""
 

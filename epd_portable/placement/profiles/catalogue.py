@@ -16,7 +16,7 @@ from epd_portable.placement.profiles.filters import WITHOUT_EFFECT, Parameters
 
 
 class _Source(Parameters):
-    """Feeds others in llm-d. The front reads prompts and items, and counts load, by itself."""
+    """Feeds others in llm-d. The front reads prompts and items, and counts load itself."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -42,14 +42,14 @@ BUILT_IN: Mapping[str, type[Parameters]] = {
 REDUCED: Mapping[str, str] = {
     **dict.fromkeys(
         ("precise-prefix-cache-scorer", "precise-prefix-cache-producer"),
-        "what the front has sent counts, not what engines' events say",
+        "what the front has sent counts, not events of engines",
     ),
     **dict.fromkeys(
         ("session-affinity-scorer", "session-affinity-filter"),
-        "x-session-id names the session, and a hash of it the instance: answers bring no token",
+        "x-session-id names the session, and a hash of it the instance: responses bring no token",
     ),
 }
-"""Types that do less than their name says, and why; logged at the start."""
+"""Types that do less than their name promises, and why; logged at the start."""
 
 
 def check_types(kinds: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ class _Always(Parameters):
 
 
 class MultimodalDecider(Parameters):
-    """``multimodal-epd-decider``: pictures of fewer pixels than a square of a side stay.
+    """``multimodal-epd-decider``: images of fewer pixels than a square of a side stay.
 
     Attributes:
         enableEncoding: Whether items are encoded apart at all.

@@ -100,7 +100,7 @@ class Profile:
 
 
 class Policy:
-    """Chooses instances as a configuration says.
+    """Chooses instances by a configuration.
 
     Args:
         section: Without ``file``.
@@ -111,7 +111,7 @@ class Policy:
     Attributes:
         stages: The profile of each stage that has one.
         notes: What of the configuration has no effect, for the log.
-        encode_timeout_s: Longest time of an encode job, if the configuration says one.
+        encode_timeout_s: Longest time of an encode job, if the configuration sets one.
         wants_blocks: Whether prompts are to be cut into blocks.
         block_tokens: Size of a block.
         most_blocks: Blocks of a prompt that are compared.
@@ -161,8 +161,8 @@ class Policy:
     ) -> C | None:
         """Return the candidate for a request's stage; ``None`` for none.
 
-        A stage without a profile, which the deciders or the instances' abilities may ask for all
-        the same, is chosen for as by default: by key, among those with room.
+        A stage without a profile, which the deciders or the instances' abilities may require all
+        the same, is chosen for as by default: by key, among those with space.
         """
         profile = self.stages.get(request.stage, self._default)
         return profile.choose(request, candidates, decision)

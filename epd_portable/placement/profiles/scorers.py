@@ -153,11 +153,11 @@ class PrefixCache(Parameters):
 
     @property
     def block_tokens(self) -> int | None:
-        """Tokens of one block, if it is said."""
+        """Tokens of one block, if it is set."""
         return self.blockSizeTokens or self.blockSize
 
     def most_blocks(self, block_tokens: int) -> int | None:
-        """Return how many blocks are looked at, if it is said."""
+        """Return how many blocks are looked at, if it is set."""
         if self.maxPrefixBlocksToMatch is not None:
             return self.maxPrefixBlocksToMatch
         if self.maxPrefixTokensToMatch is not None:
@@ -178,7 +178,7 @@ class EmbeddingsCache(Parameters):
 
     @property
     def items(self) -> int | None:
-        """Items that an instance keeps, if it is said."""
+        """Items that an instance keeps, if it is set."""
         size = self.cacheSizeInMBPerServer or self.cacheSizeInMB
         return size // ENTRY_MIB if size else None
 

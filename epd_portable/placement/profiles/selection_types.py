@@ -23,7 +23,7 @@ MOST_SHOWN = 16
 """Instances of one decision that are logged; the best ones."""
 
 
-# What is asked, and among whom.
+# The request, and its candidates.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,7 @@ Candidates: TypeAlias = Sequence[Candidate]
 
 
 def label(candidate: Candidate, key: str) -> str | None:
-    """Return a label's value; an instance's role is one if no label says otherwise."""
+    """Return a label's value; an instance's role is one if no label names another."""
     value = candidate.labels.get(key)
     return candidate.role if value is None and key == ROLE_LABEL else value
 
@@ -197,7 +197,7 @@ class Decision:
     reason: str = ""
 
     def shown(self) -> dict[str, object]:
-        """Return what there is to say, as plain data."""
+        """Return the decision as plain data."""
         names = list(self.totals)
         best = sorted(range(len(names)), key=lambda n: -self.totals[names[n]])[:MOST_SHOWN]
         scores = {

@@ -70,7 +70,7 @@ class PathWriter(ABC):
         """
 
     def queue(self, item: SlotWrite) -> QueuedCopy | None:
-        """Begin a `write` that the device makes by itself; never waits, and raises as `write`.
+        """Begin a `write` that the device makes asynchronously; never waits, and raises as `write`.
 
         Returns:
             The copy: the consumer may read the bytes when its `QueuedCopy.finish` has returned.

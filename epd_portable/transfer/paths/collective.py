@@ -60,15 +60,15 @@ FRAME_PAUSE_S = 2
 """Longest time between two bytes of a frame."""
 JOIN_TIMEOUT_S = 10.0
 MAX_WRITE_S = 3600.0
-"""Longest wait for an item, whatever its lease."""
+"""Longest wait for an item, regardless of its lease."""
 _POLL_S = 0.1
 _STOP_GRACE_S = 5.0
 
 
 class Join(msgspec.Struct, frozen=True, tag="join 3"):
-    """The producer asks for a group of this name; answered with the port of the meeting point.
+    """The producer requests a group of this name; the reply has the port of the meeting point.
 
-    The tag changes with what groups exchange: gloo ends a process that is told more than it
+    The tag changes with what groups exchange: gloo ends a process that receives more than it
     expects, and while a topology is updated two versions of this package run side by side.
     """
 
@@ -76,14 +76,14 @@ class Join(msgspec.Struct, frozen=True, tag="join 3"):
 
 
 class Put(msgspec.Struct, frozen=True, tag="put"):
-    """The producer will send an item within ``timeout_s``; answered before and after it."""
+    """The producer will send an item within ``timeout_s``; with a reply before and after it."""
 
     slot: SlotDescriptor
     timeout_s: float
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The answer to both; with a problem the item is not written."""
+    """The reply to both; with a problem the item is not written."""
 
     problem: str = ""
     port: int = 0
@@ -203,7 +203,7 @@ class _Link:
         try:
             connected = socket.create_connection((host, int(port)), self._left(deadline_s))
         except TimeoutError as error:
-            raise TransportTimeoutError(f"{self._address} did not answer in time") from error
+            raise TransportTimeoutError(f"{self._address} did not reply in time") from error
         except (OSError, ValueError, OverflowError) as error:
             raise PeerLostError(f"no receiver at {self._address!r}: {error}") from error
         self._connection = frames_over(connected)
@@ -228,7 +228,7 @@ class _Link:
         assert self._connection is not None
         try:
             if not self._connection.poll(self._left(deadline_s)):
-                raise TransportTimeoutError(f"no answer from {self._address} within the lease")
+                raise TransportTimeoutError(f"no reply from {self._address} within the lease")
             answer: Answer = _read_answer(self._connection.recv_bytes(MAX_FRAME_BYTES))
         except (OSError, EOFError) as error:
             raise PeerLostError(f"{self._address} is gone: {error}") from error

@@ -129,7 +129,7 @@ class ShmWriter(MappedWriter[SharedMemory]):
                 f"receive pool {pool!r}: {error}; run both instances as the same user"
             ) from error
         if memory.identity != address:
-            raise PeerLostError(f"receive pool {pool} was made anew: its owner has restarted")
+            raise PeerLostError(f"receive pool {pool} was made again: its owner has restarted")
         return memory, not self.copies.pin(memory)
 
     def _is_gone(self, memory: SharedMemory) -> bool:

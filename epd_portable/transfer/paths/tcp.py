@@ -1,6 +1,6 @@
 """``tcp``: the producer sends chunks over ZMQ, the consumer copies them into its pool.
 
-A chunk is one message ``[header, bytes]`` and is answered, so at most `WINDOW` chunks of a write
+A chunk is one message ``[header, bytes]`` with a reply, so at most `WINDOW` chunks of a write
 are under way. The consumer checks the slot's generation before it copies a chunk: a late write is
 refused. Everything is encrypted, see `epd_portable.transfer.curve`.
 """
@@ -79,7 +79,7 @@ class TcpWriter(PathWriter):
         try:
             self._send(socket, host.numpy().data, item)
         except BaseException:
-            # Answers to its last chunks would be taken for those of the next write.
+            # Replies to its last chunks would be taken for those of the next write.
             socket.close(linger=0)
             raise
         with self._lock:
@@ -127,12 +127,12 @@ class TcpWriter(PathWriter):
         return socket
 
     def _take_answer(self, socket: zmq.Socket[bytes], item: SlotWrite) -> None:
-        """Wait for the answer to one chunk."""
+        """Wait for the reply to one chunk."""
         address, slot = item.address, item.slot
         remaining_ms = int((item.deadline_s - self.copies.clock()) * 1000)
         if remaining_ms <= 0 or not socket.poll(remaining_ms):
             raise TransportTimeoutError(
-                f"no answer from {address} for slot {slot.generation} before its lease ended; "
+                f"no reply from {address} for slot {slot.generation} before its lease ended; "
                 "the instance is gone or overloaded, or transfer.lease_s is too short"
             )
         answer: _Answer = _read_answer(socket.recv())

@@ -69,7 +69,7 @@ class Store(ABC):
 
     @abstractmethod
     def discard(self, key: str) -> None:
-        """Remove a damaged entry, so that it is written anew."""
+        """Remove a damaged entry, so that it is written again."""
 
     @abstractmethod
     def check(self) -> str:

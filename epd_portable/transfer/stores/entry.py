@@ -163,7 +163,7 @@ class Seal:
         """Raise `CorruptEntryError` if a payload is not the one that a head was made for."""
         if payload.nbytes != head.tensor.nbytes:
             raise CorruptEntryError(
-                f"entry {head.key}: {payload.nbytes} bytes, its head says {head.tensor.nbytes}"
+                f"entry {head.key}: {payload.nbytes} bytes, its head has {head.tensor.nbytes}"
             )
         if not hmac.compare_digest(self._tag(head.nonce, payload), head.tag):
             raise CorruptEntryError(f"entry {head.key}: its bytes are not those that were written")

@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 IDENTITY = b"\0store"
 """In place of a ZMQ identity; those of peers are printable."""
 _READERS = 2
-_BREAKER_OPEN = "the store has not answered lately, and is not asked"
+_BREAKER_OPEN = "the store has not replied lately, and is not queried"
 _BLOCKED = f"the store blocks all {_READERS} threads that read it"
 
 
@@ -90,7 +90,7 @@ class StoreLoader:
         namespace: Of the engine, see `Seal.namespace`.
         timeout_s: Longest time from the grant of a slot to its *written*.
         wake: Has the receiver take its turn.
-        breaker: Opens when the store does not answer.
+        breaker: Opens when the store does not reply.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class StoreLoader:
         )
 
     def send(self, message: AnyMessage) -> None:
-        """Process the receiver's answer to an announcement."""
+        """Process the receiver's reply to an announcement."""
         load = self._loads.get(message.attempt)
         if isinstance(message, Grant):
             if load is not None and load.slot is None:
@@ -211,7 +211,7 @@ class StoreLoader:
         if blocked >= _READERS:
             return _BLOCKED
         state = self._breaker.state
-        # One at a time tries a store that did not answer.
+        # One at a time tries a store that did not reply.
         tried = any(each.slot and not each.given_up for each in self._loads.values())
         return _BREAKER_OPEN if state == "open" or (state == "half_open" and tried) else ""
 

@@ -39,7 +39,7 @@ class StoredItem:
 
 
 class StoreLookup:
-    """Asks a store by threads of its own, for a limited time.
+    """Queries a store by threads of its own, for a limited time.
 
     Raises:
         ConfigError: A library is not installed, or the password cannot be read.
@@ -80,7 +80,7 @@ class StoreLookup:
             heads = await asyncio.shield(asked)
         if limit.cancelled_caught:
             asked.remove_done_callback(self._answered)
-            self._failed("no answer in time")
+            self._failed("no reply in time")
         self._metrics.breaker(self._breaker)
         if heads is None:
             self._metrics.asked("error", len(items))
@@ -94,7 +94,7 @@ class StoreLookup:
         return stored
 
     def close(self) -> None:
-        """Ask nothing more; a thread that the store blocks is left alone."""
+        """Send no more queries; a thread that the store blocks is left alone."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._store.close()
 
@@ -104,18 +104,18 @@ class StoreLookup:
         if error := asked.exception():
             self._failed(str(error))
         elif self._breaker.close():
-            logger.info("the store is asked again")
+            logger.info("the store is queried again")
 
     def _failed(self, reason: str) -> None:
         if self._breaker.failed():
-            logger.warning("the store is not asked for a while: %s", reason)
+            logger.warning("the store is not queried for a while: %s", reason)
 
     def _read(self, key: str, raw: bytes) -> StoredItem | None:
         try:
             self._seal.open(raw, key)
         except CorruptEntryError as error:
             self._metrics.asked("corrupt")
-            logger.warning("an item is encoded anew: %s", error)
+            logger.warning("an item is encoded again: %s", error)
             self._threads.submit(self._discard, key)
             return None
         self._metrics.asked("hit")

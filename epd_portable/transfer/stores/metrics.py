@@ -11,8 +11,8 @@ from epd_portable.transfer.circuit_breaker import CircuitBreaker
 
 Side = Literal["front", "encode", "pd"]
 Ask = Literal["hit", "miss", "corrupt", "error", "unavailable"]
-"""Result for one item. ``error``: the store did not answer, or too late. ``unavailable``: not
-asked, because the breaker was open or the key not known yet."""
+"""Result for one item. ``error``: the store did not reply, or too late. ``unavailable``: not
+requested, because the breaker was open or the key not known yet."""
 Drop = Literal["full", "error", "unavailable"]
 """Reason for which an output was not written. ``full``: no space in the queue or the store."""
 

@@ -1,7 +1,7 @@
 """A store in a Redis or Valkey server: a hash for each entry, its head and parts, which expires.
 
 A sorted set of all entries by the time at which they expire, and a hash of their sizes, let writers
-keep the sum below ``store.max_bytes`` whatever else the server holds.
+keep the sum below ``store.max_bytes`` regardless of what else the server holds.
 """
 
 from __future__ import annotations

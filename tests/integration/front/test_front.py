@@ -320,7 +320,7 @@ async def test_a_call_of_all_engines_does_not_wait_for_one_that_goes(make: Make)
     front.goes("pd-1")
     assert await asyncio.wait_for(calling, 5) == ["pd-0 reset"]
     front.goes("pd-0")
-    with pytest.raises(GracefulHTTPError, match="no engine that answers is up"):
+    with pytest.raises(GracefulHTTPError, match="no engine that generates is up"):
         await front.client.call_utility_all_async("reset")
     assert front.is_empty()
 

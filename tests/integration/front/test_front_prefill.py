@@ -263,7 +263,7 @@ async def test_operators_abort_of_a_prefill_job_ends_the_request(make: Make) -> 
 async def test_request_without_a_decode_engine_is_refused(make: Make) -> None:
     front = make("p-0", "d-0")
     front.goes("d-0")
-    with pytest.raises(GracefulHTTPError, match="no engine that answers is up"):
+    with pytest.raises(GracefulHTTPError, match="no engine that generates is up"):
         await front.ask()
     assert not front.engines["p-0"].requests
 

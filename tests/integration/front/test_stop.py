@@ -56,7 +56,7 @@ async def test_new_request_during_a_stop_gets_503_and_the_open_one_its_end(
 @pytest.mark.parametrize(
     ("begun", "end"),
     [
-        ("", "no engine that answers is up: try again"),
+        ("", "no engine that generates is up: try again"),
         ("generated", "its process has ended: try again"),
         ("sent", "error"),
     ],

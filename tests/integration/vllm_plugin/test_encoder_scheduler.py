@@ -159,7 +159,7 @@ class Engine:
             finished_recving=to_names(
                 {
                     "computed": () if computed is None else (str(computed),),
-                    "room": (str(room_bytes),) if room_bytes else (),
+                    "space": (str(room_bytes),) if room_bytes else (),
                     "copy lost": (lost,) if lost else (),
                     "missing": (missing,) if missing else (),
                 }

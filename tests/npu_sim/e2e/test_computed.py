@@ -52,7 +52,7 @@ def test_encode_jobs_are_answered_behind_the_computation_and_in_its_order(pair: 
     for content, split in zip(contents, ask_all(pair.split.url, contents), strict=True):
         assert_equal(split, ask(pair.reference_url, content))
     ready = [event["t_s"] for event in pair.split.events("output.ready")]
-    answered = [event["t_s"] for event in pair.split.events("encode.answered")]
+    answered = [event["t_s"] for event in pair.split.events("encode.finished")]
     assert len(ready) == len(answered) == PICTURES
     for computed_s, answered_s in zip(ready, answered, strict=True):
         assert answered_s >= computed_s

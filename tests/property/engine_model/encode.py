@@ -549,7 +549,7 @@ class World:
         names = set((made and made.finished_recving) or ())
         report = from_names(names)
         if self.room and self.rng.random() < 0.2:
-            names |= to_names({"room": {str(self.room * self.width * 4)}})
+            names |= to_names({"space": {str(self.room * self.width * 4)}})
             self.room = 0
             self.seen["caches grown"] += 1
         self.seen["copies lost"] += len(report["copy lost"])

@@ -160,7 +160,7 @@ def test_every_path_is_described_and_what_cannot_be_used_has_its_reason(platform
     else:
         offered = registry.offered("auto", platform, off_host=True)
         assert usable == [each.name for each in offered]
-    assert "between hosts, or when asked for" in described["nixl"][1]
+    assert "between hosts, or when configured" in described["nixl"][1]
 
 
 def test_path_between_platforms_gives_its_reason_or_its_copies() -> None:

@@ -29,7 +29,7 @@ class CpuKernel:
     Raises (when called):
         RuntimeError: The arguments are on more than one device; one with dimensions on the CPU
             counts, unless it is in one of the ``host_arguments``.
-        Exception: Whatever ``compute`` raises.
+        Exception: Any exception of ``compute``.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ def install(module: ModuleType) -> None:
     interpreter.GridExecutor._restore_args_dev = lambda *unused: None
     triton._utils.is_power_of_two = lambda size: True
     TritonSemantic.arange = _arange
-    # The interpreter has no driver, and is asked for the device's properties.
+    # The interpreter has no driver, and is queried for the device's properties.
     active = SimpleNamespace(
         utils=SimpleNamespace(get_device_properties=lambda index: _CORES),
         get_current_device=torch_npu.npu.current_device,

@@ -14,7 +14,7 @@ _twins: dict[int, torch.Generator] = {}
 def cpu_twin(generator: torch.Generator) -> torch.Generator:
     """Return the CPU generator that draws for a device generator.
 
-    It starts from the same seed, again each time the device generator is seeded anew: a fresh
+    It starts from the same seed, again each time the device generator is seeded: a fresh
     seed (and a new generator at an old address) has offset 0, and every draw here moves it on.
     Draws are those that the CPU makes from this seed, not those of a device.
     """

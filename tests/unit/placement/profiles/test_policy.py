@@ -132,7 +132,7 @@ def test_one_profile_is_that_of_decoding_whatever_it_is_called() -> None:
         ("plugin: []\n" + PROFILE, "plugin .line 1.: unknown key; did you mean plugins?"),
         ("kind: Pod\n" + DECODE, "kind .line 1.: 'Pod' is another kind of file"),
         ("apiVersion: v1\n" + DECODE, "apiVersion .line 1.: 'v1' is not known"),
-        ("file: a.yaml\nkind: EndpointPickerConfig\n", "and kind are both given"),
+        ("file: a.yaml\nkind: EndpointPickerConfig\n", "file and kind are both set"),
         ("file: other.yaml", "names another file"),
         (DECODE.replace("decode-filter}]\n", "decode-filter}, {type: decode-filter}]\n"),
          "'decode-filter'. occur more than once"),

@@ -1,6 +1,6 @@
 """Operators of torch_npu and vllm-ascend by their formulas, for tensors of the CPU.
 
-Computed in float32 and rounded once to the result's dtype, where nothing else is said.
+Computed in float32 and rounded once to the result's dtype, where nothing else is stated.
 """
 
 from __future__ import annotations

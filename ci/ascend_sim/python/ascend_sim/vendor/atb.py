@@ -12,7 +12,7 @@ from ..refusal import refuse
 
 
 def replace(module: ModuleType) -> None:
-    """Let torch_npu's ATB module register stand-ins; called once, after it was executed."""
+    """Let torch_npu's ATB module register stubs; called once, after it was executed."""
 
     def register_atb_extensions() -> None:
         import torch_npu

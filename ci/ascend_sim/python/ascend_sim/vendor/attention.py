@@ -61,7 +61,7 @@ def fused_infer_attention_score(
 
     Returns:
         The output, as ``query``; and one float32 without meaning, for the log-sum-exp that was
-        not asked for.
+        not requested.
     """
     _refuse_others(input_layout, sparse_mode, atten_mask, others)
     if actual_seq_lengths is None or actual_seq_lengths_kv is None:

@@ -21,7 +21,7 @@ _SLOT_MAPPING = 7
 
 
 def replace(module: ModuleType) -> None:
-    """Put stand-ins into the module that has the kernel; called once, after it was executed."""
+    """Put stubs into the module that has the kernel; called once, after it was executed."""
     setattr(module, _NAME, SlotMappingKernel())
     for name in _NOT_MODELLED:
         if hasattr(module, name):
