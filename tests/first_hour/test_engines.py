@@ -189,7 +189,7 @@ class TestInBfloat16(Items):
 class TestInFloat32(ManyItems, FloatEquality):
     """Equal."""
 
-    def test_it_computes_as_it_was_asked_to(self, pair: Pair, way: Way) -> None:
+    def test_engines_run_in_the_configured_mode(self, pair: Pair, way: Way) -> None:
         encode, decode = (told(pair.split, f"{role}-0") for role in ("encode", "prefill_decode"))
         assert encode["runner"] == decode["runner"]
         assert way.mode[0] != "first-runner" or decode["runner"] == 1

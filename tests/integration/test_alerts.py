@@ -140,7 +140,7 @@ def check(folder: Path, series: dict[str, str], minutes: int, firing: list[str])
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_nothing_fires_where_little_goes_wrong(tmp_path: Path) -> None:
+def test_few_failures_raise_no_alert(tmp_path: Path) -> None:
     check(tmp_path, WELL, MINUTES, [])
 
 

@@ -34,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def test_it_holds_the_package_once_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+def test_wheel_has_the_package_once_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     tops = {name.partition("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {
         "epd_portable",
@@ -43,7 +43,7 @@ def test_it_holds_the_package_once_and_nothing_else(wheel: zipfile.ZipFile) -> N
     assert "epd_portable/py.typed" in wheel.namelist()
 
 
-def test_it_holds_the_topologies_and_profiles_of_the_repository(wheel: zipfile.ZipFile) -> None:
+def test_wheel_has_topologies_and_profiles(wheel: zipfile.ZipFile) -> None:
     folder = "epd_portable/configs/"
     there = {name for name in wheel.namelist() if name.startswith(folder)}
     files = {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")}
@@ -53,7 +53,7 @@ def test_it_holds_the_topologies_and_profiles_of_the_repository(wheel: zipfile.Z
         assert wheel.read(name) == (ROOT / "configs" / path).read_bytes()
 
 
-def test_it_holds_the_demo_model(wheel: zipfile.ZipFile) -> None:
+def test_wheel_has_the_demo_model(wheel: zipfile.ZipFile) -> None:
     model = {
         name: wheel.getinfo(name).file_size
         for name in wheel.namelist()
@@ -64,7 +64,7 @@ def test_it_holds_the_demo_model(wheel: zipfile.ZipFile) -> None:
     assert sum(model.values()) <= 3_000_000
 
 
-def test_its_commands_and_its_vllm_plugin_point_at_modules_that_it_holds(
+def test_entry_points_of_the_wheel_exist(
     wheel: zipfile.ZipFile,
 ) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith("/entry_points.txt"))
@@ -78,7 +78,9 @@ def test_its_commands_and_its_vllm_plugin_point_at_modules_that_it_holds(
             assert f"{module}.py" in wheel.namelist(), target
 
 
-def test_its_launcher_plans_from_another_folder(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+def test_installed_launcher_plans_from_another_folder(
+    wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
     installed, away = tmp_path / "installed", tmp_path / "away"
     away.mkdir()
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]

@@ -231,7 +231,7 @@ def test_a_message_of_any_form_takes_little_memory_to_refuse(bomb: str) -> None:
     assert peak < 64 * codec.MAX_MESSAGE_BYTES
 
 
-def test_what_is_kept_of_the_largest_announcement_is_bounded() -> None:
+def test_memory_of_the_largest_announcement_is_bounded() -> None:
     largest = PeerDescriptor(
         instance="i" * 512,
         session="s" * 512,

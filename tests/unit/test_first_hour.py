@@ -133,7 +133,7 @@ def test_a_piece_that_was_damaged_on_its_way_is_refused(tmp_path: Path) -> None:
         carry.take(piece, tmp_path / "out")
 
 
-def test_what_is_installed_is_compiled_where_python_writes_no_bytecode(
+def test_installed_files_are_compiled_without_bytecode_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
@@ -148,7 +148,7 @@ def test_what_is_installed_is_compiled_where_python_writes_no_bytecode(
     assert [file.suffix for file in (tmp_path / "site" / "__pycache__").iterdir()] == [".pyc"]
 
 
-def test_what_vllm_has_found_out_elsewhere_is_where_engines_look_for_it(tmp_path: Path) -> None:
+def test_carried_model_infos_are_in_the_cache_of_vllm(tmp_path: Path) -> None:
     cut, out = tmp_path / "cut", tmp_path / "out"
     cut.mkdir()
     (cut / "a-Model.json").write_text("{}")

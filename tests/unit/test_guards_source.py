@@ -289,7 +289,7 @@ def dangers(tree: ast.AST) -> Iterator[str]:
             yield f"{getattr(node, 'lineno', 0)}: {what}"
 
 
-def test_nothing_turns_data_into_objects_or_code() -> None:
+def test_code_deserializes_no_objects() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{danger}"
         for path in sorted(PACKAGE.rglob("*.py"))

@@ -87,7 +87,7 @@ def release(folder: Path, name: str, *changes: tuple[str, str]) -> Release:
         ),
     ],
 )
-def test_what_must_be_followed_is_told_with_who_relies_on_it(
+def test_changed_hook_is_reported_with_its_users(
     tmp_path: Path, changes: list[tuple[str, str]], must: str
 ) -> None:
     old, new = release(tmp_path, "0.1.0"), release(tmp_path, "0.2.0", *changes)
@@ -120,7 +120,7 @@ def test_new_field_must_be_followed_where_all_fields_are_read(tmp_path: Path) ->
         ),
     ],
 )
-def test_what_calls_still_fit_is_to_be_read(
+def test_hook_with_fitting_calls_is_only_to_be_read(
     tmp_path: Path, change: tuple[str, str], title: str
 ) -> None:
     old, new = release(tmp_path, "0.1.0"), release(tmp_path, "0.2.0", change)
@@ -151,7 +151,7 @@ def test_everything_that_is_imported_is_in_the_table() -> None:
     assert len(imported()) > 10
 
 
-def test_who_relies_on_a_hook_is_a_file_that_names_it() -> None:
+def test_users_of_a_hook_are_files_that_name_it() -> None:
     for hook in HOOKS:
         text = "".join((PACKAGE / name).read_text("utf-8") for name in hook.by)
         name = hook.owner.rpartition(".")[2]

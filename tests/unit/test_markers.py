@@ -46,7 +46,7 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
         ),
     ],
 )
-def test_what_is_missing_skips_a_test_with_its_reason_and_fails_a_job_for_that_device(
+def test_missing_need_skips_or_fails_with_its_reason(
     suite: pytest.Pytester, reason: str | None, options: list[str], outcomes: Any, said: str
 ) -> None:
     suite.makepyfile(ONE_MARKED_TEST.format(reason=reason))

@@ -48,7 +48,7 @@ def test_a_piece_that_fails_is_told_with_its_tests_and_ends_no_other(
     assert "FAILED tests/x.py::test_y" in capfd.readouterr().out
 
 
-def test_what_needs_a_piece_of_another_lane_waits_for_it_and_is_left_out_if_it_failed() -> None:
+def test_piece_waits_for_its_need_in_another_lane() -> None:
     done = run(
         piece("one", lane="a", needs="environment"),
         piece("environment", "import time; time.sleep(0.3); raise SystemExit(2)", lane="b"),

@@ -65,7 +65,7 @@ async def test_pixels_go_to_the_encoder_and_metadata_to_the_engine_that_answers(
     assert front.is_empty()
 
 
-async def test_what_clients_write_for_the_connector_is_dropped(make: Make) -> None:
+async def test_client_transfer_params_are_dropped(make: Make) -> None:
     front = make("e-0", "pd-0")
     await front.ask(ec_transfer_params={"transfers": []}, other=1)
     assert front.engines["pd-0"].last.sampling_params.extra_args == {"other": 1}

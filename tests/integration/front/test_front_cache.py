@@ -146,9 +146,7 @@ async def test_backlog_counts_work_until_request_ends(client: SplitClient, front
     assert [seen(role)[1] for role in ROLES] == [0, 0]
 
 
-async def test_where_one_of_several_answers_fails_the_others_are_given_up(
-    client: SplitClient, front: Front
-) -> None:
+async def test_failed_choice_cancels_the_other_choices(client: SplitClient, front: Front) -> None:
     engine = Engine(client, "pd-0")
     engine.may_end.clear()
     answers = front.generate({"prompt": "What is it?"}, SamplingParams(n=3), "several")

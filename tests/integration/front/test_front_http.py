@@ -112,7 +112,7 @@ async def test_a_body_that_does_not_come_takes_no_room_of_others_for_long(serve:
     assert (await http.post(CHAT, content=b"x" * 100)).text == "100"
 
 
-async def test_nobody_names_the_media_of_others(serve: Serve) -> None:
+async def test_generate_endpoint_of_scale_out_is_not_served(serve: Serve) -> None:
     """vLLM's ``--enable-scale-out`` takes items under names that its clients give them."""
     http, _ = serve()
     refused = await http.post("/inference/v1/generate", content=b"{}")
@@ -120,7 +120,7 @@ async def test_nobody_names_the_media_of_others(serve: Serve) -> None:
     assert "name media" in refused.json()["error"]["message"]
 
 
-async def test_of_a_body_without_the_key_nothing_is_read(serve: Serve) -> None:
+async def test_body_without_key_is_not_read(serve: Serve) -> None:
     guard = pytest.importorskip("vllm.entrypoints.serve.middleware.authenticate")
     http, _ = serve(lambda app: guard.AuthenticationMiddleware(app, ["k"]))
 

@@ -183,7 +183,7 @@ async def test_engine_whose_items_are_refused_says_why_at_start(front: Front) ->
     assert [each["problem"] for each in await front.servers[0].engines.seen()] == ["", ""]
 
 
-async def test_what_one_server_is_told_of_an_engine_holds_at_each(front: Front) -> None:
+async def test_engine_report_reaches_every_api_server(front: Front) -> None:
     await front.start()
     first, second = (each.engines for each in front.servers)
     with second.by_name["pd-0"].instance.in_flight():

@@ -15,7 +15,7 @@ Routed = Callable[..., Run]
 ENGINE = {"pd-0": []}
 
 
-def test_what_takes_longer_than_the_grace_is_cut(routed: Routed) -> None:
+def test_request_beyond_the_drain_is_aborted(routed: Routed) -> None:
     run = routed(ENGINE, drain_s=0.5, stop_grace_s=0.5)
     asked = Asked(run, 60.0)
     run.stop()
@@ -31,7 +31,7 @@ def test_a_second_signal_ends_the_grace(routed: Routed) -> None:
     assert "error" in asked.ended()
 
 
-def test_nothing_is_left_when_the_launcher_is_killed_while_it_drains(routed: Routed) -> None:
+def test_launcher_killed_in_drain_leaves_no_process(routed: Routed) -> None:
     run = routed({"pd-0": ["--shm={shm}", "--renamed"]}, drain_s=600.0)
     Asked(run, 60.0)
     run.process.send_signal(signal.SIGTERM)

@@ -16,7 +16,7 @@ def ill(run: Any, name: str) -> None:
     assert line.endswith(" s (launch.hung_after_s); terminating it")
 
 
-def test_who_is_stopped_is_killed_after_the_grace_and_started_again(launch: Launch) -> None:
+def test_stopped_process_is_killed_and_restarted(launch: Launch) -> None:
     front_options = ["--instances=encode-0,encode-1"]
     servers = {"encode-0": [], "encode-1": [], "front": front_options}
     run = launch(servers, hung_after_s=1.5, stop_grace_s=0.5, pauses_s=(0.2, 0.8))

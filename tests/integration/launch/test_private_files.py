@@ -57,7 +57,7 @@ def test_a_folder_or_log_of_another_user_is_refused(tmp_path: Path) -> None:
         open_log(tmp_path / "x.log")
 
 
-def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
+def test_path_of_a_file_is_refused_as_folder(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
     for name, said in (("logs", "is no folder"), ("logs/more", "logs/more cannot be used")):
         with pytest.raises(ConfigError, match=said):

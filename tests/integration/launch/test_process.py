@@ -91,7 +91,7 @@ def test_an_instance_keeps_to_its_cores_and_the_launcher_to_its_own(tmp_path: Pa
     assert said_by(tmp_path) == [str(sorted(before))] * 2
 
 
-def test_what_has_the_name_of_its_shared_memory_and_cannot_be_removed_ends_no_launcher(
+def test_unremovable_shared_memory_does_not_end_the_launcher(
     tmp_path: Path,
 ) -> None:
     """The instance cannot make its pool then, and says so; others go on."""
@@ -103,7 +103,7 @@ def test_what_has_the_name_of_its_shared_memory_and_cannot_be_removed_ends_no_la
         squatted.rmdir()
 
 
-def test_what_a_process_said_since_its_start_is_found_after_its_log_was_cut(tmp_path: Path) -> None:
+def test_output_since_start_is_found_after_log_truncation(tmp_path: Path) -> None:
     (tmp_path / "x.log").write_bytes(b"of an earlier start\n" * 10)
     child = child_of(tmp_path, "-c", WAITS % (tmp_path / "go"))
     until(child.output)
@@ -145,7 +145,7 @@ def path() -> Iterator[Path]:
     file.unlink(missing_ok=True)
 
 
-def test_what_a_killed_process_mapped_is_removed_unless_it_is_older_than_the_run(
+def test_shared_memory_of_a_killed_process_is_removed(
     path: Path,
 ) -> None:
     mapper, line = start(MAPPER, str(path))

@@ -54,7 +54,7 @@ def test_the_files_would_run_otherwise(here: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python starts them in a safe folder")
-def test_what_a_child_starts_imports_none(here: Path) -> None:
+def test_grandchild_imports_no_file_of_the_folder(here: Path) -> None:
     """As vLLM does: a process that is spawned, and a python that is told what to do."""
     code = (
         "import multiprocessing, os, subprocess, sys\n"
@@ -70,7 +70,7 @@ def test_what_a_child_starts_imports_none(here: Path) -> None:
 
 
 @pytest.mark.parametrize("platform", ["cuda", pytest.param("npu", marks=pytest.mark.full)])
-def test_who_counts_devices_imports_none(here: Path, platform: PlatformName) -> None:
+def test_device_count_imports_no_file_of_the_folder(here: Path, platform: PlatformName) -> None:
     with pytest.raises((PlatformUnavailableError, LaunchError)):
         machine.probed_machine(TRAITS[platform], os.environ)
     assert ran(here) == []

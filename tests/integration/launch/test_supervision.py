@@ -63,7 +63,7 @@ def test_front_with_another_secret_is_not_ready(
     ],
     ids=["no instance can be used", "never healthy", "dies"],
 )
-def test_what_does_not_start_ends_everything_with_its_reason_on_one_line(
+def test_failed_start_ends_all_with_one_line(
     launch: Launch, servers: dict[str, list[str]], settings: dict[str, float], said: str
 ) -> None:
     run = launch(servers, until="failed:", **settings)
@@ -122,7 +122,7 @@ def test_shared_memory_of_a_process_killed_as_soon_as_it_is_up_is_removed(launch
     run.stop()
 
 
-def test_what_cannot_be_started_again_is_tried_again_and_the_rest_serves(launch: Launch) -> None:
+def test_failed_restart_is_repeated_while_others_serve(launch: Launch) -> None:
     """Its log cannot be opened, nor read: somebody has taken the folder away."""
     run = launch({"encode-0": [], "front": []}, pauses_s=FAST_RESTART)
     away = run.log_dir.rename(f"{run.log_dir}-away")
@@ -137,7 +137,7 @@ def test_what_cannot_be_started_again_is_tried_again_and_the_rest_serves(launch:
     run.stop()
 
 
-def test_nothing_is_left_when_the_whole_session_of_the_launcher_is_killed(launch: Launch) -> None:
+def test_killed_launcher_session_leaves_no_process(launch: Launch) -> None:
     run = launch({"encode-0": ["--shm={shm}", "--child", "--renamed"], "front": ["--stubborn"]})
     assert not run.nothing_left()
     os.killpg(run.process.pid, signal.SIGKILL)

@@ -103,7 +103,7 @@ def another_thread() -> Iterator[Callable[[Callable[[], int]], int]]:
         (RELAXED, acl.SUCCESS, acl.SUCCESS),
     ],
 )
-def test_which_threads_may_copy_synchronously_depends_on_the_mode(
+def test_capture_mode_limits_synchronous_copies_by_thread(
     capture: Capture, mode: int, own: int, others: int
 ) -> None:
     content = bytes(SIZE)

@@ -48,6 +48,6 @@ def test_every_shipped_profile_loads_and_its_numbers_are_right(path: Path) -> No
         ({"avoid_ports": [9]}, "should have at least 2 items"),
     ],
 )
-def test_what_is_wrong_is_said(keys: dict[str, Any], said: str) -> None:
+def test_profile_problems_are_reported(keys: dict[str, Any], said: str) -> None:
     (line,) = problems(changed(**keys))
     assert said in line

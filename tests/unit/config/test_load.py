@@ -211,7 +211,7 @@ def test_roles_that_go_together_are_taken(text: str) -> None:
         ("b: &b {port: 1}\nfront: {<<: *b}", "line 2: merge keys (<<) are not read"),
     ],
 )
-def test_what_is_no_yaml_mapping_is_refused_with_its_place(text: str, complaint: str) -> None:
+def test_file_without_mapping_is_refused_with_its_place(text: str, complaint: str) -> None:
     assert complaint in "\n".join(problems(text))
 
 
@@ -238,9 +238,7 @@ def test_sizes_have_binary_units(text: str, size: int) -> None:
         ("instances: {encode_prefill: {count: 2}, decode: {}}", "decode", False),
     ],
 )
-def test_who_encodes_gets_items_where_somebody_else_encodes(
-    text: str, role: Role, gets: bool
-) -> None:
+def test_encoding_instance_gets_items_of_other_encoders(text: str, role: Role, gets: bool) -> None:
     assert parse_topology(f"model: demo\n{text}", "cpu").gets_items(role) is gets
 
 
@@ -260,7 +258,7 @@ def test_a_file_that_says_how_instances_are_chosen_is_read_with_the_topology(
         load_topology(path, "cpu")
 
 
-def test_nothing_is_said_of_a_key_whose_partner_has_a_wrong_value() -> None:
+def test_partner_of_a_wrong_value_is_not_reported() -> None:
     lines = problems("model: demo\nfront: {tls_cert_file: 3, tls_key_file: b}\n")
     assert len(lines) == 2
     assert "tls_cert_file" in lines[1] and "belong together" not in lines[1]

@@ -189,7 +189,7 @@ def test_a_signature_of_the_future_is_not_taken_twice_when_its_time_has_come() -
     refused(check, signature, "used before")
 
 
-def test_what_is_remembered_is_bounded_and_forgotten_when_it_is_too_old(
+def test_signatures_are_bounded_and_forgotten_when_too_old(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(secret, "MAX_SIGNATURES", 2)
@@ -206,5 +206,5 @@ def test_what_is_remembered_is_bounded_and_forgotten_when_it_is_too_old(
 @pytest.mark.parametrize(
     "header", ["", "Bearer x", "EPD-HMAC", "EPD-HMAC time=1, nonce=ü, mac=\ud800", "EPD-HMAC " * 99]
 )
-def test_what_is_no_signature_is_refused_with_what_to_do(header: str) -> None:
+def test_malformed_signature_is_refused_with_the_remedy(header: str) -> None:
     assert refused(signed_check()[0], header, "ask by epd-launch").status == 401

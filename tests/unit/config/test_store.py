@@ -25,7 +25,7 @@ HEAD = "model: demo\nstore: "
         ("{kind: mongo}", "'redis' or 'file'"),
     ],
 )
-def test_what_does_not_go_together_is_refused(text: str, said: str) -> None:
+def test_conflicting_store_keys_are_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_topology(HEAD + text, "cpu")
 
@@ -64,7 +64,7 @@ def test_a_password_in_a_url_is_refused_and_not_repeated(text: str, overrides: l
     assert "hunter2" not in str(error.value)
 
 
-def test_who_writes_a_password_into_a_url_is_told_where_it_belongs() -> None:
+def test_password_in_store_url_is_refused_with_the_remedy() -> None:
     with pytest.raises(
         ConfigError, match=r"\(--set store.url=redis://:\*\*\*@h:1\): .*password_file"
     ):

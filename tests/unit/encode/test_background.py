@@ -316,7 +316,7 @@ def test_workers_are_told_once_and_the_request_computes_when_they_have_it() -> N
     assert sources(pd, "r") == {"owl": "local"}
 
 
-def test_what_nobody_wants_any_more_keeps_its_room_until_it_is_encoded() -> None:
+def test_unneeded_item_holds_space_until_it_is_encoded() -> None:
     pd = PrefillSide(cache_tokens=3)
     pd.arrive("r", OWL)
     pd.step()
@@ -329,7 +329,7 @@ def test_what_nobody_wants_any_more_keeps_its_room_until_it_is_encoded() -> None
     assert pd.encodings == ["owl", "elk"]
 
 
-def test_what_cannot_be_encoded_fails_who_computes_and_cannot_encode_it_in_a_step() -> None:
+def test_failed_encode_fails_requests_without_local_encode() -> None:
     """The other one may wait for its seat."""
     pd = PrefillSide()
     pd.arrive("r", OWL)
@@ -345,7 +345,7 @@ def test_what_cannot_be_encoded_fails_who_computes_and_cannot_encode_it_in_a_ste
     assert pd.encode_here("r", 0)
 
 
-def test_where_encoder_and_steps_share_a_queue_an_item_is_encoded_in_the_step_that_orders_it(
+def test_shared_queue_encodes_an_item_in_its_step(
     tower: Tower,
 ) -> None:
     encoder = StepEncoder(tower.encode)

@@ -122,7 +122,7 @@ def test_an_output_is_for_every_transfer_of_its_item_only(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(("state", "question"), [("asking", ANNOUNCED), ("written", WRITTEN)])
-def test_what_is_not_answered_is_said_again(desk: Desk, state: str, question: AnyMessage) -> None:
+def test_message_without_reply_is_repeated(desk: Desk, state: str, question: AnyMessage) -> None:
     desk.reach(state)
     assert desk.messages(RESEND_S - 0.1) == []
     assert desk.messages(0.1) == [question]
@@ -295,7 +295,7 @@ def test_a_transfer_ends_at_its_deadline_and_says_so(desk: Desk, state: str) -> 
     assert len(desk.session) == 0
 
 
-def test_what_is_meant_for_an_earlier_attempt_leaves_the_present_one(desk: Desk) -> None:
+def test_message_of_an_earlier_attempt_is_ignored(desk: Desk) -> None:
     desk.submit(ready=True)
     desk.receive(ABORT)
     desk.poll()

@@ -275,7 +275,7 @@ def test_a_request_of_several_steps_takes_nothing_that_another_waits_for() -> No
     assert [desk.step(), desk.step()] == [["b"], ["c"]]
 
 
-def test_what_could_not_be_encoded_keeps_no_share_until_its_transfer_ends() -> None:
+def test_failed_item_holds_no_share() -> None:
     desk = Desk(cache=8)
     desk.arrive("b", ("emu", 1), to=B)
     desk.arrive("a1", ("cat", 4), to=A)

@@ -118,7 +118,7 @@ def test_transfers_to_others_keep_half_of_the_room_at_most(shared: Shared) -> No
     assert shared.answered() == [second]
 
 
-def test_what_never_fits_into_that_half_is_given_up_at_once(shared: Shared) -> None:
+def test_item_larger_than_the_encoder_half_fails_at_once(shared: Shared) -> None:
     job = shared.ask("a", 6)
     assert shared.sent() == [job] == shared.answered() and not shared.told
     shared.assert_all_room_is_back()
@@ -213,7 +213,7 @@ def test_parameters_tell_a_job_from_a_request() -> None:
         assert not is_encode_job(other)
 
 
-def test_what_was_encoded_while_entries_were_reset_is_encoded_again(shared: Shared) -> None:
+def test_item_encoded_during_a_reset_is_encoded_again(shared: Shared) -> None:
     job = shared.ask("a")
     assert shared.told == ["a"]
     shared.cache.reset()  # Workers may have had the output already, and forget it.

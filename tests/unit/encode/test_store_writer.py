@@ -80,7 +80,7 @@ def test_outputs_are_written_sealed_under_their_keys() -> None:
     assert (side.count("evictions_total"), side.count("queued_bytes")) == (2, 0)
 
 
-def test_what_is_there_is_not_copied_nor_written_again() -> None:
+def test_known_entry_is_neither_copied_nor_written() -> None:
     def never() -> torch.Tensor:
         raise AssertionError("it was copied")
 
@@ -90,7 +90,7 @@ def test_what_is_there_is_not_copied_nor_written_again() -> None:
     assert (side.count("known_total"), side.count("writes_total")) == (1, 0)
 
 
-def test_what_is_there_and_damaged_is_written_anew() -> None:
+def test_damaged_entry_is_written_again() -> None:
     store = MemoryStore(entry("cat"))
     store.entries[key("cat")] = (b"\x80\x04", b"")
     side = Side(store)
@@ -99,7 +99,7 @@ def test_what_is_there_and_damaged_is_written_anew() -> None:
     SEAL.open(store.entries[key("cat")][0], key("cat"))
 
 
-def test_nobody_waits_for_a_store_that_hangs_and_what_is_too_much_is_dropped() -> None:
+def test_hung_store_drops_outputs_without_blocking() -> None:
     side = Side(MemoryStore(), queued=4)
     side.store.gate.clear()
     for number in range(10):

@@ -71,7 +71,7 @@ def test_an_item_that_left_the_cache_comes_back_without_being_encoded() -> None:
     assert cache.num_freeable_slots == 3
 
 
-def test_what_was_used_last_stays_in_host_memory() -> None:
+def test_last_used_copy_stays_in_host_memory() -> None:
     cache = make(cache_size=6, host_embeds=6)
     worker = Worker(cache)
     for name in ("ant", "bat", "cat"):
@@ -134,7 +134,7 @@ def test_item_is_encoded_again_after_a_reset() -> None:
     assert worker.step() == [] and (worker.device, worker.host) == (set(), set())
 
 
-def test_what_vllm_asks_for_brings_nothing_back_in_room_that_it_promised_to_others() -> None:
+def test_lookup_restores_no_copy_into_promised_space() -> None:
     cache = make()
     worker = Worker(cache)
     first, large = ask("cat"), ask("fox")

@@ -119,7 +119,7 @@ def test_a_transfer_that_two_requests_name_goes_on_until_the_later_deadline(desk
     assert desk.landings() == ["encode-a"]
 
 
-def test_who_announces_what_no_request_asks_for_is_not_needed_in_the_end(desk: Desk) -> None:
+def test_announcement_without_request_ends_as_not_needed(desk: Desk) -> None:
     # One that no front has asked for is not even cached: the table of these is bounded.
     desk.receive(A, announce(transfer_id="forged"), announce())
     assert desk.said(TIMEOUT_S - 0.1) == []

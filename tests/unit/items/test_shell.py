@@ -212,7 +212,7 @@ def test_an_item_is_copied_in_any_step_but_its_slot_is_free_when_one_has_ended_t
     assert pool.free_bytes == pool.capacity_bytes
 
 
-def test_what_was_copied_and_evicted_gives_its_slot_to_who_waits_while_nobody_computes() -> None:
+def test_evicted_item_frees_its_slot_in_an_idle_engine() -> None:
     pair = Pair(PrefillSide(pool_tokens=2, copies=True))
     deliver(pair, "r", CAT)
     assert placed(pair, computes=False) == ["cat"]

@@ -114,9 +114,7 @@ def test_workers_hear_of_a_grant_that_was_taken_back_before_its_slot_is_free() -
 
 
 @pytest.mark.parametrize("written", [True, False], ids=["has written", "works on"])
-def test_what_an_encoder_says_during_a_step_that_outlasts_its_lease_counts(
-    pair: Pair, written: bool
-) -> None:
+def test_message_during_a_step_beyond_the_lease_counts(pair: Pair, written: bool) -> None:
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT, ready=written)
     pair.round()
@@ -238,7 +236,9 @@ def test_once_lost_it_is_not_encoded_here_and_its_request_fails(
 
 
 @pytest.mark.parametrize("lose", [_not_written, _late])
-def test_what_its_encoder_gives_up_comes_from_another(lose: Callable[[Pair, Item], None]) -> None:
+def test_item_cancelled_by_its_encoder_comes_from_another(
+    lose: Callable[[Pair, Item], None],
+) -> None:
     pair = Pair()
     pair.pd.arrive("r", BARE)
     lose(pair, BARE)

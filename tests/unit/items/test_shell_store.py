@@ -149,7 +149,7 @@ def test_a_slot_whose_load_is_too_late_comes_back_when_the_loader_says_so(
     assert_everything_is_back(pair.pd)
 
 
-def test_what_a_loader_says_late_or_twice_changes_nothing(pair: Pair, store: Store) -> None:
+def test_late_or_repeated_loader_result_changes_nothing(pair: Pair, store: Store) -> None:
     pair.pd.arrive("r", CAT)
     store.announce(CAT)
     grant = store.granted()

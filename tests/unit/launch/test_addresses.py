@@ -14,7 +14,7 @@ from epd_portable.launch.run.fronts import addresses_of
 
 
 @pytest.mark.parametrize("role", ["encode", "prefill", "encode-prefill"])
-def test_one_engine_is_planned_whatever_the_counts(tmp_path: Path, role: Role) -> None:
+def test_single_engine_is_planned_for_any_counts(tmp_path: Path, role: Role) -> None:
     file = tmp_path / "t.yaml"
     file.write_text(
         "model: demo\nsecret_file: s\ninstances: {encode: {count: 3}, decode: {count: 2}}\n"

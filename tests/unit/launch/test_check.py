@@ -17,7 +17,7 @@ def cores() -> dict[str, int] | None:
     return {}
 
 
-def test_whether_a_store_answers_is_told(tmp_path: Path) -> None:
+def test_check_reports_whether_the_store_replies(tmp_path: Path) -> None:
     assert store_warnings(StoreSection(kind="file", path=str(tmp_path / "store"))) == []
     (tmp_path / "file").touch()
     [said] = store_warnings(StoreSection(kind="file", path=str(tmp_path / "file")))

@@ -63,7 +63,7 @@ def test_ranks_get_devices_of_their_own_or_those_that_are_listed(
         ),
     ],
 )
-def test_what_does_not_fit_the_devices_is_refused(pd: dict[str, Any], complaint: str) -> None:
+def test_topology_beyond_the_devices_is_refused(pd: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         place_on_devices(groups({}, pd), ["0", "1"])
 

@@ -58,7 +58,7 @@ OWN = ["2", "3,4", "5,6", "3,4"]
         ("cuda", "auto", SHARED, ["3", "3", "3"]),
     ],
 )
-def test_what_an_instance_sees_of_the_devices(
+def test_visible_devices_of_an_instance(
     platform: str, path: str, text: str, seen: list[str | None]
 ) -> None:
     plan = plan_of(f"model: m\n{text}\ntransfer: {{path: {path}}}", platform, devices=FIVE)
@@ -131,7 +131,7 @@ def test_the_most_special_argument_and_variable_win() -> None:
     assert options(pd)["--distributed-executor-backend"] == "mp"
 
 
-def test_what_encode_instances_keep_and_queue_is_as_the_file_says() -> None:
+def test_encode_cache_and_queue_follow_the_file() -> None:
     queue = "instances: {encode: {max_queued_items: 7, host_cache_bytes: 0}}\n"
     encode, pd, _ = plan_of(f"{TEXT}{queue}front: {{max_body_bytes: 128MiB}}").processes
     found = instance(encode)
@@ -141,7 +141,7 @@ def test_what_encode_instances_keep_and_queue_is_as_the_file_says() -> None:
 
 
 @pytest.mark.parametrize("role", ["encode_prefill_decode", "encode_prefill"])
-def test_who_encodes_for_others_bounds_their_jobs_as_encode_instances_do(role: str) -> None:
+def test_job_bounds_of_encoding_pd_equal_those_of_encode(role: str) -> None:
     counts = {"encode": 0, "prefill_decode": 0, role: 2, "decode": int(role == "encode_prefill")}
     groups: dict[str, Any] = {name: {"count": count} for name, count in counts.items()}
     groups["encode"]["max_queued_items"] = 7
@@ -199,14 +199,12 @@ launch: {host: 10.0.0.2, join: "http://10.0.0.1:8000"}
         (TEXT + "launch: {host: '::1'}", "cpu", "no IPv4"),
     ],
 )
-def test_what_does_not_fit_the_platform_or_the_network_is_refused(
-    text: str, platform: str, said: str
-) -> None:
+def test_path_unfit_for_platform_or_network_is_refused(text: str, platform: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         plan_of(text, platform, devices=("0", "1") if platform == "cuda" else None)
 
 
-def test_what_listens_does_so_where_the_file_says() -> None:
+def test_listening_addresses_follow_the_file() -> None:
     plan = plan_of(OFF_HOST + SECRET + "transfer: {path: collective, trusted_network: true}\n")
     pd = instance(plan.processes[1])
     assert pd["control_address"].startswith("tcp://10.0.0.2:")

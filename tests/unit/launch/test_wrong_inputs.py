@@ -156,7 +156,7 @@ def test_a_wrong_value_is_answered_with_its_key_its_place_and_the_remedy(
         ),
     ],
 )
-def test_what_only_the_launcher_sets_is_refused_with_what_to_write(
+def test_launcher_owned_argument_is_refused_with_the_remedy(
     platform: str, file: str, key: str, remedy: str
 ) -> None:
     command = f"epd-launch plan --platform {platform} --config t.yaml"
@@ -262,7 +262,7 @@ def test_files_that_others_can_read_or_that_are_not_there_are_listed() -> None:
     assert "front.api_keys_file (line 3): k has mode 0644" in text and "chmod 600 k" in text
 
 
-def test_what_this_machine_lacks_is_listed_at_once() -> None:
+def test_missing_resources_are_listed_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         alone = run(f"{UP} --port {port}").output

@@ -57,7 +57,7 @@ class Door:
         return instance
 
 
-async def test_what_is_not_limited_costs_no_ticket() -> None:
+async def test_unlimited_resource_needs_no_ticket() -> None:
     assert await Door().enter() is None
 
 
@@ -111,7 +111,7 @@ async def test_retry_after_is_when_those_that_wait_have_gone(
     assert door.keeper._waiters == {}
 
 
-async def test_who_is_cancelled_as_it_is_let_in_gives_its_place_back() -> None:
+async def test_request_cancelled_at_admission_releases_its_place() -> None:
     door = Door(max_requests=1)
     first = await door.enter()
     second, third = (asyncio.create_task(door.enter()) for _ in range(2))

@@ -48,7 +48,7 @@ def order(door: AdmissionQueue, *first: QueuedRequest) -> list[QueuedRequest]:
         ([("a", 0), ("b", 1)], ("a", 0), 1),
     ],
 )
-def test_one_too_many_turns_away_who_has_the_least_claim(
+def test_full_queue_refuses_the_lowest_ranked_request(
     waiting: list[tuple[str, int]], newcomer: tuple[str, int], turned_away: int
 ) -> None:
     door = gate(max_waiting=2)
@@ -61,7 +61,7 @@ def test_one_too_many_turns_away_who_has_the_least_claim(
     assert (door.waiting, door.reject()) == (2, None)
 
 
-def test_nobody_overtakes_at_a_limit_that_somebody_before_lacks() -> None:
+def test_request_does_not_overtake_at_a_shared_limit() -> None:
     door = gate(None, 4)
     first = enter(door, items=3)
     large, small = enter(door, items=4), enter(door, items=1)
@@ -95,7 +95,7 @@ class Counted(QueuedRequest):
 
 
 @pytest.mark.parametrize("keys", [10, 1000])
-def test_who_goes_next_is_found_without_a_look_at_everybody(keys: int) -> None:
+def test_next_request_is_found_without_a_full_scan(keys: int) -> None:
     door = AdmissionQueue([4, 4], max_waiting=keys)
     going = [QueuedRequest([1, 1]) for _ in range(4)]
     for ticket in going:

@@ -172,7 +172,7 @@ def test_a_full_encoder_is_asked_again_when_it_has_room_and_costs_no_retry() -> 
     assert tries.next_encoder() is None
 
 
-def test_nobody_waits_for_room_beyond_the_deadline() -> None:
+def test_wait_for_capacity_ends_at_the_deadline() -> None:
     tries = Scene(encoders=1).tries(deadline_s=5.0)
     assert tries.note_failure("e0", failure(FULL, 60.0), 1.0) == 0
     assert tries.next_encoder() is None
@@ -205,7 +205,7 @@ def sharing(scene: Scene, items: list[Picture]) -> list[Assignment[Picture]]:
 
 
 @pytest.mark.parametrize("encoders", [0, 1, 2])
-def test_who_encodes_shares_the_items_of_its_request_with_those_as_idle_as_it_is(
+def test_encoding_engine_shares_items_with_equally_idle_ones(
     encoders: int,
 ) -> None:
     scene = Scene(encoders)
@@ -216,7 +216,7 @@ def test_who_encodes_shares_the_items_of_its_request_with_those_as_idle_as_it_is
     assert not any(each.load for each in scene.pool.all)
 
 
-def test_who_encodes_leaves_an_item_to_another_only_if_that_is_less_busy() -> None:
+def test_encoding_engine_passes_items_only_to_less_busy_ones() -> None:
     scene = Scene(1)
     (encoder,) = scene.encoders
     (own,) = sharing(scene, pictures("a"))
@@ -277,7 +277,7 @@ def test_an_instance_that_computes_for_others_helps_only_with_a_long_queue() -> 
     assert scene.first_here(equal(1), "queue") == 1
 
 
-def test_nothing_is_chosen_by_times_that_nobody_has_seen() -> None:
+def test_unobserved_times_decide_no_choice() -> None:
     scene = Scene(encoders=1)
     scene.has(scene.encoders[0], 10)
     assert scene.first_here(equal(4, 64 * PIXELS)) == 0

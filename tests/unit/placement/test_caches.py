@@ -25,7 +25,7 @@ def test_the_beginning_of_a_prompt_is_kept_longest() -> None:
     assert cached.prefix((11,)) == 0
 
 
-def test_of_a_long_prompt_the_first_blocks_are_kept() -> None:
+def test_first_blocks_of_a_long_prompt_are_retained() -> None:
     one = CacheEstimate(CacheSizes(blocks=5))
     one.use_prefix(tuple(range(8)))
     assert [one.prefix(each) for each in (tuple(range(8)), (9, 8), (0, 1), ())] == [5, 0, 2, 0]

@@ -159,9 +159,7 @@ loads = st.lists(st.integers(0, 30), min_size=1, max_size=8)
 
 @given(st.sets(st.integers(0, 1000), min_size=2, max_size=30), st.data())
 @settings(deadline=None)
-def test_when_an_encoder_leaves_only_its_items_move_and_they_come_back_with_it(
-    numbers: set[int], data: st.DataObject
-) -> None:
+def test_departed_encoder_moves_only_its_own_items(numbers: set[int], data: st.DataObject) -> None:
     instances = EndpointPool()
     for number in numbers:
         WELL(instances.add(instance_settings(f"i-{number}")))
@@ -216,7 +214,7 @@ def test_an_item_that_is_being_encoded_goes_where_it_is_encoded(count: int) -> N
 
 @given(loads)
 @settings(deadline=None)
-def test_of_few_the_least_busy_has_a_request(given_loads: list[int]) -> None:
+def test_least_busy_of_few_gets_the_request(given_loads: list[int]) -> None:
     instances = of(len(given_loads), "prefill-decode")
     busy(instances, {f"i-{n}": load for n, load in enumerate(given_loads)})
     instance = instances.choose_least_loaded()
@@ -231,7 +229,7 @@ def test_chance_decides_between_equals() -> None:
     assert min(shares.values()) > 60
 
 
-def test_of_many_the_lighter_of_two_has_a_request() -> None:
+def test_lighter_of_two_among_many_gets_the_request() -> None:
     count = 10 * FEW
     instances = of(count, "prefill-decode")
     for _ in range(20 * count):
@@ -244,7 +242,7 @@ def test_of_many_the_lighter_of_two_has_a_request() -> None:
 # What is counted.
 
 
-async def test_it_is_idle_when_nothing_of_it_is_needed_even_if_work_fails() -> None:
+async def test_instance_is_idle_after_its_last_work_even_if_failed() -> None:
     instance = found(of(1), "i-0")
     with pytest.raises(ValueError, match="broken"), instance.in_flight(), instance.in_flight():
         assert instance.load == 2
@@ -273,7 +271,7 @@ def test_work_is_counted_once_until_it_ends() -> None:
     )
 
 
-def test_who_uses_an_instance_hears_that_it_went_down_or_was_removed() -> None:
+def test_users_are_notified_of_a_lost_or_removed_instance() -> None:
     instances = of(1)
     instance = found(instances, "i-0")
     heard: list[str] = []

@@ -19,7 +19,7 @@ def answered(load: ResponseTimes, clock: Clock, at_once: int, each_s: float, tok
         load.end()
 
 
-def test_those_that_are_computed_together_have_equal_parts_of_the_time() -> None:
+def test_concurrent_responses_share_time_equally() -> None:
     clock = Clock()
     load = ResponseTimes(Work(), ROLE, clock)
     first = load.begin()
@@ -55,7 +55,7 @@ def test_an_answer_takes_what_it_took_when_the_instance_was_fullest() -> None:
     assert load.expected_ms(1000) == 0
 
 
-def test_what_came_is_counted_as_it_was_known_then() -> None:
+def test_arrived_work_is_counted_by_the_estimate_of_its_time() -> None:
     work = Work()
     work.prompt_came(ROLE, 100)
     work.observe_response(ROLE, 100, 3.0)

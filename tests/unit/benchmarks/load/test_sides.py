@@ -65,7 +65,7 @@ def test_sides_are_read_with_or_without_a_name() -> None:
         ("a=url:", "expected NAME=WHAT"),
     ],
 )
-def test_what_is_no_side_is_refused(text: str, words: str) -> None:
+def test_invalid_side_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_side(text)
 
@@ -117,7 +117,7 @@ def test_sides_that_would_not_be_equal_are_refused(counts: dict[str, int], words
         share_out(counts, cores=range(4), devices=("0", "1", "2", "3"))
 
 
-def test_what_a_process_uses_is_read_until_it_has_ended() -> None:
+def test_process_usage_is_read_until_its_end() -> None:
     argv = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe) as process:

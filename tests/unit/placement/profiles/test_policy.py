@@ -120,7 +120,7 @@ def test_a_stage_without_a_profile_is_chosen_for_all_the_same() -> None:
     assert not found.wants_blocks
 
 
-def test_one_profile_is_that_of_decoding_whatever_it_is_called() -> None:
+def test_single_profile_is_for_decode_with_any_name() -> None:
     found = policy(DECODE.replace("name: decode", "name: default"))
     assert profiles(found) == {"decode": "default"}
 
@@ -162,7 +162,7 @@ def test_one_profile_is_that_of_decoding_whatever_it_is_called() -> None:
          "plug-in 'decode-filter': label: Field required; labl: Extra"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_with_the_remedy(text: str, message: str) -> None:
+def test_policy_problems_are_reported_with_the_remedy(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         policy(text)
 

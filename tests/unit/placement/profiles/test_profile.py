@@ -91,7 +91,7 @@ def test_a_decision_says_what_each_plugin_said() -> None:
     }
 
 
-def test_of_many_instances_the_best_are_shown_and_of_none_that_there_is_none() -> None:
+def test_explanation_shows_the_best_candidates() -> None:
     decision = Decision(stage="encode", item="x" * 64)
     profile().choose(asked(), with_load(*[0] * 100), decision)
     shown = decision.shown()
