@@ -201,8 +201,8 @@ FIRST_WORDS = re.compile(
 CODE_BUDGET = {
     "docstrings": 0,
     "docstrings of tests": 267,
-    "names of tests": 96,
-    "names of tests of more than 60 characters": 412,
+    "names of tests": 0,
+    "names of tests of more than 60 characters": 370,
     "banned words": 278,
 }
 """Most of each in the code. A change that lowers one sets the new number: they only fall."""
