@@ -108,7 +108,7 @@ async def test_many_chats_at_once(v1: str, encodes: Encodes) -> None:
     assert answers == [seen_in(seed) for seed in seeds]
 
 
-def test_a_stream_that_is_closed_early_leaves_the_connection_usable(client: openai.OpenAI) -> None:
+def test_stream_closed_early_leaves_connection_usable(client: openai.OpenAI) -> None:
     stream = ask(client, 24, stream=True, max_tokens=2000, extra_body={"ignore_eos": True})
     next(iter(stream))
     stream.close()

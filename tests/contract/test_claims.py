@@ -21,7 +21,7 @@ def state(desk: Desk, mm_hash: str) -> State:
 # -- the order of room ---------------------------------------------------------------------------
 
 
-def test_claims_are_reserved_in_order_until_the_first_that_does_not_fit(desk: Desk) -> None:
+def test_claims_are_reserved_in_order_up_to_the_first_misfit(desk: Desk) -> None:
     for name, size in (("a", 6), ("b", 6), ("c", 1)):
         desk.claim(name, name, size)
     assert desk.reserve() == ["a"]
@@ -44,7 +44,7 @@ def test_running_requests_items_are_granted_first(desk: Desk) -> None:
     assert desk.reserve() == ["c"]
 
 
-def test_request_starts_with_all_its_space_or_as_the_first_waiting(
+def test_request_starts_with_all_its_space_or_as_first_waiting(
     desk: Desk,
 ) -> None:
     desk.claim("r", "r1", 4, 0)
@@ -151,7 +151,7 @@ def test_a_transfer_of_a_present_entry_ends_with_its_request(desk: Desk, advance
     desk.assert_everything_is_back()
 
 
-def test_an_entry_under_another_description_is_replaced_if_nobody_uses_it(desk: Desk) -> None:
+def test_unused_entry_of_another_description_is_replaced(desk: Desk) -> None:
     desk.claim("r", "a", 4)
     desk.reserve()
     desk.deliver("a")
@@ -163,7 +163,7 @@ def test_an_entry_under_another_description_is_replaced_if_nobody_uses_it(desk: 
     assert desk.cache.num_free_slots == 10
 
 
-def test_an_item_that_is_awaited_under_another_description_is_refused(desk: Desk) -> None:
+def test_item_awaited_under_another_description_is_refused(desk: Desk) -> None:
     desk.claim("r", "a", 4)
     assert desk.cache.open("a", tensor(5)) is None
     desk.leave("r")
@@ -411,9 +411,7 @@ def test_later_request_returns_space_to_an_earlier_one(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("lands", [False, True], ids=["fails", "lands"])
-def test_an_item_that_is_being_written_makes_way_once_that_has_ended(
-    desk: Desk, lands: bool
-) -> None:
+def test_item_being_written_is_evicted_after_its_write(desk: Desk, lands: bool) -> None:
     preempted(desk, 6)
     desk.grant("b")
     assert desk.reserve() == []
@@ -464,7 +462,7 @@ def test_request_with_all_its_items_gives_no_space(desk: Desk) -> None:
     assert desk.reserve() == ["c"]
 
 
-def test_an_item_takes_the_room_of_what_comes_later_in_its_own_prompt(desk: Desk) -> None:
+def test_item_takes_the_space_of_later_items_of_its_prompt(desk: Desk) -> None:
     desk.claim("r", "a", 4, 0)
     desk.claim("r", "b", 4, 1)
     desk.reserve()
@@ -496,7 +494,7 @@ def test_a_request_holds_no_item_behind_one_that_it_lost(desk: Desk) -> None:
     assert held == set("abc")
 
 
-def test_a_preempted_request_releases_what_is_behind_what_it_needs_again(desk: Desk) -> None:
+def test_preempted_request_releases_items_behind_its_position(desk: Desk) -> None:
     for place, mm_hash in enumerate("ab"):
         desk.claim_local("r", mm_hash, 5, place)
     desk.reserve()
@@ -565,7 +563,7 @@ def test_item_without_media_is_retained_before_others_compute(
     desk.assert_everything_is_back()
 
 
-def test_an_item_is_not_left_to_a_request_that_the_prefix_cache_covers(desk: Desk) -> None:
+def test_item_is_not_left_to_request_that_prefix_cache_covers(desk: Desk) -> None:
     """It encodes what it needs, and nothing more; one that cannot encode has its own transfer."""
     desk.claim_local("r", "a", 4)
     desk.reserve()
@@ -580,7 +578,7 @@ def test_an_item_is_not_left_to_a_request_that_the_prefix_cache_covers(desk: Des
     assert desk.may_start("s")
 
 
-def test_item_is_encoded_beside_steps_after_a_failure_and_a_reset() -> None:
+def test_item_is_encoded_next_to_steps_after_failure_and_reset() -> None:
     desk = Desk(background=True)
     desk.claim("r", "a", 4, by_transfer=False)
     desk.reserve()

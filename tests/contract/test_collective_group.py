@@ -174,7 +174,7 @@ def test_the_sender_may_overwrite_its_tensor_when_send_returns(
     assert torch.equal(received.cpu(), torch.ones(1 << 18))
 
 
-def test_a_rank_that_closes_right_after_a_call_does_not_cut_off_the_others(
+def test_rank_closing_after_a_call_does_not_abort_others(
     make: MakeGroups,
 ) -> None:
     def send_and_leave(group: CollectiveGroup, tensor: torch.Tensor) -> None:
@@ -251,7 +251,7 @@ def test_a_peer_that_does_not_come_is_an_error_at_the_deadline(
 
 @on_gloo
 @every_call
-def test_a_peer_that_has_closed_is_an_error_long_before_the_deadline(
+def test_peer_that_has_closed_is_error_long_before_deadline(
     ranks: Sequence[CollectiveGroup], call: MakeCall
 ) -> None:
     ranks[1].close()

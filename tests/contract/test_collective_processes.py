@@ -117,7 +117,7 @@ def test_npu_groups_end_before_a_failed_ones_stream_is_reused(
         platform.new_group(nobody, index=0, timeout_s=SHORT_S)
 
 
-def test_a_peer_that_stops_while_a_tensor_moves_is_late_at_the_deadline(
+def test_peer_that_stops_while_tensor_moves_is_late_at_deadline(
     platform_name: str, host: RendezvousHost
 ) -> None:
     with peer(platform_name, host, "while sending"):
@@ -130,7 +130,7 @@ def test_a_peer_that_stops_while_a_tensor_moves_is_late_at_the_deadline(
         assert SHORT_S <= time.monotonic() - start_s < AMPLE_S
 
 
-def test_a_peer_killed_before_it_joins_is_an_error_at_the_deadline(
+def test_peer_killed_before_it_joins_is_error_at_deadline(
     platform_name: str, host: RendezvousHost
 ) -> None:
     with peer(platform_name, host, "before joining") as process:

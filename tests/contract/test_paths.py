@@ -138,7 +138,7 @@ def assert_serves(writer: PathWriter, consumer: Consumer) -> None:
 
 
 @pytest.mark.parametrize("refused", parameters(REFUSED))
-def test_a_pair_that_a_path_does_not_connect_is_refused_with_the_reason(refused: Route) -> None:
+def test_pair_that_path_does_not_connect_is_refused_with_reason(refused: Route) -> None:
     producer = encode_peer(refused.pair.encode, _offered(refused.pair.encode))
     ends = _offered(refused.pair.prefill)
     consumer = msgspec.structs.replace(
@@ -439,7 +439,7 @@ def test_a_tensor_that_is_not_what_was_granted_is_refused(
 
 
 @pytest.mark.parametrize("offset", [-GUARD, 1 << 40], ids=["before", "behind"])
-def test_a_slot_outside_the_memory_is_refused_and_the_path_goes_on(
+def test_slot_outside_memory_is_refused_and_path_continues(
     writer: PathWriter, consumer: Consumer, offset: int
 ) -> None:
     src = source(writer, 10)
@@ -483,7 +483,7 @@ def test_a_consumer_that_was_killed_is_never_a_hang(
     assert time.monotonic() - begin_s < PROMPT_S
 
 
-def test_a_consumer_that_has_closed_is_an_error_within_the_deadline(
+def test_consumer_that_has_closed_is_error_within_deadline(
     writer: PathWriter, make_consumer: Callable[..., Consumer]
 ) -> None:
     consumer = make_consumer()
@@ -497,7 +497,7 @@ def test_a_consumer_that_has_closed_is_an_error_within_the_deadline(
     assert time.monotonic() - begin_s < PROMPT_S
 
 
-def test_a_restarted_consumer_is_not_written_by_a_grant_of_its_former_life(
+def test_restarted_consumer_is_not_written_by_an_old_grant(
     route: Route, writer: PathWriter, make_consumer: Callable[..., Consumer]
 ) -> None:
     former = make_consumer()
@@ -514,7 +514,7 @@ def test_a_restarted_consumer_is_not_written_by_a_grant_of_its_former_life(
     assert_serves(writer, anew)
 
 
-def test_consumers_that_have_gone_leave_nothing_in_their_producer(
+def test_closed_consumers_leave_nothing_in_their_producer(
     route: Route, make_consumer: Callable[..., Consumer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "MAX_CONSUMERS", 1)
@@ -533,7 +533,7 @@ def test_consumers_that_have_gone_leave_nothing_in_their_producer(
 
 
 @pytest.mark.parametrize("at", [1, 9])
-def test_a_consumer_that_stops_during_a_write_is_an_error_at_the_deadline(
+def test_consumer_that_stops_during_write_is_error_at_deadline(
     route: Route, make_consumer: Callable[..., Consumer], at: int
 ) -> None:
     consumer = make_consumer()

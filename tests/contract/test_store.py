@@ -264,7 +264,7 @@ def test_a_server_that_hangs_is_an_error_in_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs_redis
-def test_a_server_without_memory_is_full_and_what_it_has_can_be_read(tmp_path: Path) -> None:
+def test_server_without_memory_is_full_and_readable(tmp_path: Path) -> None:
     port = port_source(secrets.token_hex(4))()
     server = RedisServer(tmp_path, port, maxmemory="8mb", maxmemory_policy="noeviction")
     store = make_store(server.section())
@@ -331,9 +331,7 @@ def test_a_server_with_tls_is_asked_only_if_it_proves_who_it_is(tmp_path: Path) 
 
 
 @pytest.mark.needs_redis
-def test_entries_that_others_have_removed_are_not_counted_for_ever(
-    server: RedisServer, tmp_path: Path
-) -> None:
+def test_removed_entries_are_not_counted(server: RedisServer, tmp_path: Path) -> None:
     with server.client() as client:
         client.flushall()
         store = make_store(server.section(max_bytes=4 * MiB))
@@ -515,7 +513,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
         of_files(tmp_path).save_caches([entry("cat")])
 
 
-def test_a_writer_that_holds_the_lock_holds_others_up_for_a_limited_time(tmp_path: Path) -> None:
+def test_writer_with_the_lock_blocks_others_for_a_limited_time(tmp_path: Path) -> None:
     import fcntl
 
     store = of_files(tmp_path, timeout_ms=100)

@@ -93,7 +93,7 @@ def test_device_writes_into_another_slab_behind_its_computation(
     assert owner.tell(f"slab.tensor({start - 1}, 1).item()") == "255"
 
 
-def test_the_slab_of_a_killed_process_is_a_lost_peer_and_no_refused_path(
+def test_slab_of_a_killed_process_is_a_lost_peer(
     platform: Platform,
 ) -> None:
     with Child(platform.name) as owner:
@@ -107,7 +107,7 @@ def test_the_slab_of_a_killed_process_is_a_lost_peer_and_no_refused_path(
             OpenedSlab(platform, address)
 
 
-def test_memory_in_expandable_segments_is_refused_when_it_is_shared(platform: Platform) -> None:
+def test_sharing_of_expandable_segments_is_refused(platform: Platform) -> None:
     variable = f"PYTORCH_{platform.name.upper()}_ALLOC_CONF"
     with Child(platform.name, **{variable: "expandable_segments:True"}) as owner:
         assert owner.tell("x = torch.zeros(1 << 20, device=device)") == "done"
@@ -117,7 +117,7 @@ def test_memory_in_expandable_segments_is_refused_when_it_is_shared(platform: Pl
 
 
 @pytest.mark.needs_cuda
-def test_opening_memory_makes_no_context_on_devices_that_it_is_not_on(platform: Platform) -> None:
+def test_opening_memory_creates_no_context_on_other_devices(platform: Platform) -> None:
     if platform.device_count() < 2:
         pytest.skip("takes two devices")
     with Child("cuda", CUDA_VISIBLE_DEVICES="0") as owner:

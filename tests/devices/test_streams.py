@@ -127,7 +127,7 @@ def test_an_event_that_does_not_pass_is_an_error_at_the_deadline(
     assert event.done()
 
 
-def test_a_thread_that_blocks_until_an_event_has_passed_holds_up_no_other(
+def test_thread_blocked_on_an_event_blocks_no_other(
     platform: Platform, target: torch.Tensor
 ) -> None:
     event = rested_copy(platform, target)

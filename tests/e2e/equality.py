@@ -75,7 +75,7 @@ class FloatEquality:
         answers = {ask(pair.split.url, [picture(seed), ASK]).text for seed in range(10, 16)}
         assert len(answers) >= 4
 
-    def test_a_picture_of_an_earlier_request_is_not_transferred_again(self, pair: Pair) -> None:
+    def test_image_of_earlier_request_is_not_transferred_again(self, pair: Pair) -> None:
         first = ask(pair.split.url, REPEATED)
         again = ask(pair.split.url, [text("Look: "), *REPEATED])
         assert first.sources == ["transfer"]
@@ -88,7 +88,7 @@ class FloatEquality:
         split = ask_streamed(pair.split.url, content)
         assert_equal(split, ask_streamed(pair.reference_url, content))
 
-    def test_32_mixed_requests_at_once_are_answered_as_by_one_process(self, pair: Pair) -> None:
+    def test_32_mixed_requests_at_once_are_served_as_by_one_process(self, pair: Pair) -> None:
         contents = mixed_32()
         split = ask_all(pair.split.url, contents)
         for content, answer in zip(contents, split, strict=True):
@@ -104,7 +104,7 @@ class FloatEquality:
         ]
         assert texts[0] == texts[1] != ""
 
-    def test_the_encode_instance_holds_the_vision_tower_and_no_kv_cache(self, pair: Pair) -> None:
+    def test_encoder_holds_vision_tower_and_no_kv_cache(self, pair: Pair) -> None:
         loaded = {
             event["instance"]: event["parameters"]
             for event in pair.split.events("model.loaded", since_s=0)
@@ -119,9 +119,7 @@ class FloatEquality:
         assert layers["encode-0"] == 0
         assert layers["prefill_decode-0"] > 0
 
-    def test_the_pd_instance_encoded_nothing_and_the_encoder_generated_nothing(
-        self, pair: Pair
-    ) -> None:
+    def test_pd_encoded_nothing_and_encoder_generated_nothing(self, pair: Pair) -> None:
         """Runs last: it looks back at everything above."""
         assert len(pair.split.encoded_by("encode")) >= 30
         counted = httpx.get(f"{pair.split.url}/metrics", timeout=60, trust_env=False).text

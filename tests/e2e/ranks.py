@@ -32,7 +32,7 @@ class TwoRanks:
         assert_equal(split, ask(pair.reference_url, content))
         assert_brought(split, content, "transfer")
 
-    def test_every_item_was_transferred_once_and_placed_by_both_ranks(self, pair: Pair) -> None:
+    def test_each_item_was_sent_once_and_placed_by_both_ranks(self, pair: Pair) -> None:
         """Runs last: it looks back at everything above."""
         landed = [event["mm_hash"] for event in pair.split.events("item.landed")]
         placed = [event["mm_hash"] for event in pair.split.events("item.placed")]

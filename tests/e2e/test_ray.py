@@ -146,7 +146,7 @@ class Load:
         return self.statuses
 
 
-def test_serve_balances_scales_and_replaces_replicas_of_lost_nodes(cluster: Any) -> None:
+def test_serve_balances_scales_and_replaces_lost_replicas(cluster: Any) -> None:
     import ray
     from ray import serve
     from ray.serve.context import _get_global_client

@@ -110,7 +110,7 @@ def launched(config: Path, front: str) -> list[psutil.Process]:
     return found
 
 
-def test_a_job_answers_a_picture_and_leaves_nothing_when_it_is_cancelled(cluster: Path) -> None:
+def test_job_serves_an_image_and_leaves_nothing_when_cancelled(cluster: Path) -> None:
     shutil.copy(ROOT / "deploy/slurm/epd.sbatch", cluster / "epd.sbatch")
     config, output = cluster / "topology.yaml", cluster / "out"
     config.write_text(TOPOLOGY)

@@ -39,7 +39,7 @@ def test_ranks_without_encoder_hold_no_weights_of_it(pair: Pair) -> None:
     assert all(each["language_model"] > 0 for each in ranks)
 
 
-def test_without_encoders_pictures_are_refused_and_text_is_answered(pair: Pair) -> None:
+def test_without_encoders_images_are_refused_and_text_is_served(pair: Pair) -> None:
     """The encoder does not come back at once."""
     os.killpg(instance(pair.split.pid, "ec_producer").pid, signal.SIGKILL)
     refused = post(pair.split.url, body([picture(600), text("What is in the picture?")]))

@@ -18,7 +18,7 @@ LONGEST_PATIENCE_S = 0.3
 
 @pytest.mark.parametrize("count", [250, pytest.param(1000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_tenth_of_all_clients_goes_away_and_the_others_are_answered(
+def test_tenth_of_all_clients_disconnects_and_others_are_served(
     served: Served, seed: int, count: int
 ) -> None:
     topology = served.topology

@@ -42,7 +42,7 @@ def test_wall_clock_decides_ages_and_dates_only() -> None:
     assert found <= set(ASKS_THE_WALL_CLOCK)
 
 
-def test_topology_serves_restarts_and_ends_under_wall_clock_jumps(
+def test_topology_works_under_wall_clock_jumps(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Every call of ``time.time`` is up to a day wrong, in another way each time.

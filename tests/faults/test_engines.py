@@ -186,7 +186,7 @@ def test_a_killed_process_costs_no_wrong_answer(
     engines.check_nothing_is_left()
 
 
-def test_a_tenth_of_1000_clients_goes_away_and_the_others_are_answered(engines: Engines) -> None:
+def test_tenth_of_1000_clients_disconnects_and_others_are_served(engines: Engines) -> None:
     chance = random.Random("engines/aborts")
     pool = [picture(seed, size=56) for seed in range(600, 640)]
     right = [engines.ask([part, ASK]) for part in pool]

@@ -73,7 +73,7 @@ print(int(pool.tensor(0, pool.nbytes).sum()))
 """
 
 
-def test_a_pool_has_all_its_memory_when_shm_is_filled_by_others_later() -> None:
+def test_pool_has_its_memory_when_shm_fills_later() -> None:
     """Memory that is given only when it is first touched would end the process there (SIGBUS)."""
     done = python(SHRINKING, before=small_shm())
     assert done.returncode == 0, done.stderr
@@ -102,7 +102,7 @@ print(sorted(path.name for path in Path("/dev/shm").iterdir()))
 """
 
 
-def test_a_worker_that_cannot_publish_its_end_says_why_and_leaves_no_file() -> None:
+def test_worker_without_space_reports_it_and_leaves_no_file() -> None:
     done = python(WORKER, before=small_shm())
     assert done.returncode == 0, done.stderr
     refusal, left = done.stdout.splitlines()
@@ -138,7 +138,7 @@ def test_a_pool_larger_than_files_may_be_is_refused() -> None:
     assert not (SHM_FOLDER / name).exists()
 
 
-def test_a_launcher_whose_output_cannot_be_written_goes_on_and_restarts(tmp_path: Path) -> None:
+def test_launcher_restarts_processes_without_writable_output(tmp_path: Path) -> None:
     run_id = secrets.token_hex(4)
     port = port_source(run_id)()
     server = [sys.executable, "-m", "tests.integration.launch.stand_in", f"--port={port}"]

@@ -49,7 +49,7 @@ CASES = [(victim, point) for victim in VICTIMS if victim is not LAUNCHER for poi
     [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.full) for case in CASES],
     ids=str,
 )
-def test_a_killed_process_costs_no_wrong_answer_and_leaves_nothing(
+def test_killed_process_costs_no_wrong_answer_and_leaves_nothing(
     served: Served, victim: Victim, point: str, seed: int
 ) -> None:
     kill_and_recover(served, victim, point, seed)

@@ -56,7 +56,7 @@ def items(name: str, seed: int, count: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("fault", "path"), CASES)
-def test_every_request_is_served_with_its_own_item_and_nothing_is_kept(
+def test_requests_get_their_own_items_and_nothing_is_retained(
     tmp_path: Path, close: Close, fault: Fault, path: str, seed: int
 ) -> None:
     address, front = addresses(tmp_path)
@@ -107,7 +107,7 @@ def test_messages_of_a_former_life_change_nothing(
         pytest.param("collective", marks=pytest.mark.full),
     ],
 )
-def test_a_pool_for_one_item_serves_everybody_through_late_messages(
+def test_pool_for_one_item_serves_all_despite_late_messages(
     tmp_path: Path, close: Close, path: str
 ) -> None:
     address, front = addresses(tmp_path)

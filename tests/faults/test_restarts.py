@@ -51,7 +51,7 @@ def kept_files() -> Counter[str]:
 
 @pytest.mark.parametrize("lives", [4, pytest.param(6, marks=pytest.mark.full)])
 @pytest.mark.parametrize("path", ["shm", "tcp", "collective", "nixl"])
-def test_a_producer_has_as_many_files_after_many_restarts_as_after_one(
+def test_producer_leaks_no_files_over_many_restarts(
     tmp_path: Path,
     close: Close,
     path: str,

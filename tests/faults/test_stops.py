@@ -41,7 +41,7 @@ CASES = [
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("victim", "point"), CASES, ids=str)
-def test_a_process_that_stops_for_longer_than_the_lease_costs_no_answer(
+def test_process_stopped_beyond_the_lease_costs_no_response(
     served: Served, victim: Victim, point: str, seed: int
 ) -> None:
     stop_and_resume(served, victim, point, seed)

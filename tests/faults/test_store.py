@@ -198,7 +198,7 @@ def test_an_entry_of_another_item_is_found(stored: Stored) -> None:
     stored.check_nothing_is_left()
 
 
-def test_a_server_that_hangs_is_waited_for_once_and_used_again_later(stored: Stored) -> None:
+def test_hung_store_is_waited_for_once_and_reused_later(stored: Stored) -> None:
     asked = stored.store("hangs")
     stored.server.stop()
     try:
@@ -216,7 +216,7 @@ def test_a_server_that_hangs_is_waited_for_once_and_used_again_later(stored: Sto
 
 
 @pytest.mark.full
-def test_a_server_that_hangs_while_items_are_loaded_costs_no_answer(stored: Stored) -> None:
+def test_store_hung_during_loads_costs_no_response(stored: Stored) -> None:
     """The front has its hits; the PD instances wait in vain."""
     asked = stored.store("stops midway", 2 * AT_ONCE)
     for _ in range(3):
@@ -233,7 +233,7 @@ def test_a_server_that_hangs_while_items_are_loaded_costs_no_answer(stored: Stor
 
 
 @pytest.mark.full
-def test_a_server_that_is_killed_and_started_again_is_filled_again(stored: Stored) -> None:
+def test_server_killed_and_started_again_is_filled_again(stored: Stored) -> None:
     asked = stored.store("killed")
     stored.server.kill()
     assert "store" not in sources(stored.ask(asked))
@@ -255,7 +255,7 @@ def test_a_server_that_is_flushed_under_load_costs_no_answer(stored: Stored) -> 
     stored.check_nothing_is_left()
 
 
-def test_a_server_without_memory_gives_what_it_has_and_takes_nothing(stored: Stored) -> None:
+def test_store_without_memory_serves_reads_only(stored: Stored) -> None:
     asked = stored.store("full")
     stored.client.config_set("maxmemory-policy", "noeviction")
     # Less than it holds, whatever the buffers of its clients take at the moment.
@@ -276,7 +276,7 @@ def test_a_server_without_memory_gives_what_it_has_and_takes_nothing(stored: Sto
 
 
 @pytest.mark.full
-def test_engines_with_other_weights_on_the_same_server_have_nothing_of_it(stored: Stored) -> None:
+def test_engines_with_other_weights_share_no_store_entries(stored: Stored) -> None:
     asked = stored.store("weights")
     entries = set(stored.entries())
     other = Topology(stored.folder / "other", store=stored.section, env={WEIGHTS: "2"})
@@ -323,7 +323,7 @@ assert not list(Path("/dev/shm/store").rglob("drafts/*"))
 """
 
 
-def test_a_disk_smaller_than_the_store_may_be_keeps_the_latest_entries() -> None:
+def test_disk_smaller_than_store_may_be_keeps_latest_entries() -> None:
     done = subprocess.run(
         [*small_shm(), sys.executable, "-c", FULL_DISK],
         capture_output=True,

@@ -165,9 +165,7 @@ class Items:
 class ManyItems(Items):
     """In float32."""
 
-    def test_items_that_change_from_step_to_step_are_those_of_their_requests(
-        self, pair: Pair
-    ) -> None:
+    def test_changing_items_reach_their_own_requests(self, pair: Pair) -> None:
         """A graph that had recorded an address would replay another request's picture."""
         contents = [[picture(seed), ASK] for seed in range(60, 92)]
         for content, split in zip(contents, ask_all(pair.split.url, contents), strict=True):
@@ -213,9 +211,7 @@ class TestInFloat32(ManyItems, FloatEquality):
         assert begun < min(ended, ready)
         assert max(ended, ready) <= answered
 
-    def test_an_encode_instance_takes_the_memory_of_its_tower_and_no_more(
-        self, pair: Pair, way: Way
-    ) -> None:
+    def test_encoder_takes_memory_of_its_tower_and_no_more(self, pair: Pair, way: Way) -> None:
         """Nothing is profiled there, so nothing may be taken for a KV cache or activations."""
         if way.platform == "cpu" or way.mode[0] == "encoder-graphs":
             pytest.skip("asks nvidia-smi, of a tower without graphs")

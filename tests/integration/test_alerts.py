@@ -144,7 +144,7 @@ def test_few_failures_raise_no_alert(tmp_path: Path) -> None:
     check(tmp_path, WELL, MINUTES, [])
 
 
-def test_a_deployment_without_prefill_instances_and_store_is_well(tmp_path: Path) -> None:
+def test_deployment_without_prefill_and_store_raises_no_alert(tmp_path: Path) -> None:
     fewer = {name: value for name, value in WELL.items() if "store" not in name}
     del fewer['epd_front_instance_up{instance="prefill-0", role="prefill"}']
     check(tmp_path, fewer, MINUTES, [])

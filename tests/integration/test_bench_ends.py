@@ -53,7 +53,7 @@ class LatePlatform(CpuPlatform):
         return LateEvent()
 
 
-def test_the_way_of_an_item_and_its_peer_end_when_the_device_has_completed_them(
+def test_transfer_and_baseline_end_with_their_device_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     queued: list[float] = []

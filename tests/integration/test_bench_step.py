@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from epd_benchmarks.cli import main
 
 
-def test_every_combination_is_measured_and_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_each_combination_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
     page = tmp_path / "steps.json"
     result = CliRunner().invoke(main, ["step", "--steps", "10", "--json", str(page)])
     assert result.exit_code == 0, result.output

@@ -20,7 +20,7 @@ def last_line(result: subprocess.CompletedProcess[str]) -> str:
 @pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed"
 )
-def test_transforms_work_with_the_guard_whatever_build_is_installed() -> None:
+def test_transforms_work_with_the_guard_for_any_build() -> None:
     code = (
         "import torch; from torchvision.transforms import v2;"
         "print(tuple(v2.functional.resize(torch.zeros(3, 8, 8), [4, 4]).shape))"
@@ -29,7 +29,7 @@ def test_transforms_work_with_the_guard_whatever_build_is_installed() -> None:
 
 
 @pytest.mark.needs_vllm
-def test_the_image_processor_of_transformers_works_with_the_guard() -> None:
+def test_image_processor_of_transformers_works_with_guard() -> None:
     code = (
         "from PIL import Image;"
         "from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor;"

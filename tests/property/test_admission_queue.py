@@ -175,7 +175,7 @@ def test_the_gate_holds_its_limits_and_its_order() -> None:
     sizes=st.tuples(*[st.lists(st.integers(1, 8), min_size=1, max_size=20)] * 2),
     ends=st.lists(st.integers(0, 7), max_size=80),
 )
-def test_none_of_two_keys_that_wait_is_ahead_by_more_than_two_requests(
+def test_waiting_keys_differ_by_at_most_two_requests(
     limit: int, sizes: tuple[list[int], list[int]], ends: list[int]
 ) -> None:
     gate = AdmissionQueue([limit], max_waiting=100)

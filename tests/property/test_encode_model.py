@@ -29,7 +29,7 @@ MUST_HAPPEN = {
 }
 
 
-def test_every_request_ends_and_nobody_waits_for_what_another_does_not_take() -> None:
+def test_requests_end_despite_consumers_that_accept_nothing() -> None:
     from tests.property.engine_model.encode import tried
 
     seen: Counter[str] = Counter()

@@ -476,7 +476,7 @@ class EncoderCacheModel(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     ("number", "copies", "background"), [(11, False, False), (12, True, False), (16, False, True)]
 )
-def test_whatever_is_asked_room_is_never_lost_given_twice_or_given_out_of_turn(
+def test_space_is_never_lost_granted_twice_or_out_of_order(
     number: int, copies: bool, background: bool
 ) -> None:
     seen: Counter[str] = Counter()

@@ -374,7 +374,7 @@ class Transfers(RuleBasedStateMachine):
     ("number", "path", "copies"),
     [(1, "shm", False), (2, "shm", True), (3, "tcp", False), (4, "tcp", True)],
 )
-def test_whatever_happens_no_byte_goes_astray_and_nothing_stays_held(
+def test_bytes_reach_their_slots_and_nothing_stays_held(
     number: int, path: str, copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "MAX_ENDED", MAX_ENDED)

@@ -137,7 +137,7 @@ def decoded(data: bytes) -> Received | None:
 
 @budget(400)
 @given(data=damaged() | st.binary(max_size=100) | shaped())
-def test_any_bytes_are_a_message_that_can_be_sent_on_or_a_protocol_error(data: bytes) -> None:
+def test_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
     message = decoded(data)
     if isinstance(message, Foreign):
         message = message.refusal()
@@ -164,9 +164,7 @@ def test_any_bytes_about_jobs_are_a_message_or_a_protocol_error(data: bytes, rea
 
 @budget(150)
 @given(data=st.lists(damaged() | shaped(), min_size=1, max_size=8), sender=st.booleans())
-def test_whatever_decodes_is_taken_in_by_both_sides_and_costs_them_nothing(
-    data: list[bytes], sender: bool
-) -> None:
+def test_decoded_messages_are_harmless_at_both_ends(data: list[bytes], sender: bool) -> None:
     pd = PrefillSide()
     encode = EncodeSide("encode-0", pd.clock)
     pd.arrive("r", CAT, DOG)
@@ -189,7 +187,7 @@ def test_whatever_decodes_is_taken_in_by_both_sides_and_costs_them_nothing(
 
 @budget(200)
 @given(data=shaped())
-def test_any_producer_has_a_path_or_a_reason_against_it_and_a_process_or_none(data: bytes) -> None:
+def test_producer_has_a_path_or_a_reason_against_it(data: bytes) -> None:
     message = decoded(data)
     if isinstance(message, Announce):
         process_is_gone(message.producer.session)
@@ -257,7 +255,7 @@ def test_memory_of_the_largest_announcement_is_bounded() -> None:
         ),
     )
 )
-def test_any_transfer_parameters_can_travel_or_are_a_protocol_error(raw: dict[str, Any]) -> None:
+def test_transfer_params_are_valid_or_a_protocol_error(raw: dict[str, Any]) -> None:
     for kind in (EncodeParams, PrefillParams):
         try:
             msgspec.msgpack.encode(read_params(raw, kind))

@@ -45,7 +45,7 @@ def test_a_script_can_be_run_and_stops_at_its_first_error(path: Path) -> None:
     assert os.access(path, os.X_OK)
 
 
-def test_the_workflow_runs_exactly_the_jobs_that_the_matrix_says_run() -> None:
+def test_workflow_runs_exactly_the_jobs_of_the_matrix() -> None:
     assert WORKFLOW["jobs"].keys() == RUNNING.keys()
     for name, job in WORKFLOW["jobs"].items():
         assert job["runs-on"] == RUNNING[name]["runs_on"]
@@ -64,7 +64,7 @@ UNAVAILABLE, BROKEN = 3, 2
         (["--or-skip"], BROKEN, BROKEN),
     ],
 )
-def test_the_simulated_npu_is_skipped_only_where_it_cannot_be_had_and_where_that_is_allowed(
+def test_simulated_npu_is_skipped_only_where_allowed(
     tmp_path: Path, options: list[str], environment: int, status: int
 ) -> None:
     python = tmp_path / "python"
@@ -127,7 +127,7 @@ def test_commit_hook_rejects_other_subjects(message: str, is_rejected: bool) -> 
     assert bool(re.search(hook["entry"], message, re.MULTILINE)) == is_rejected
 
 
-def test_release_workflow_publishes_what_the_job_built_without_a_token() -> None:
+def test_release_workflow_publishes_what_job_built_without_token() -> None:
     text = (ROOT / ".github/workflows/release.yml").read_text("utf-8")
     jobs = yaml.safe_load(text)["jobs"]
     assert any("ci/jobs/release.sh" in step.get("run", "") for step in jobs["build"]["steps"])

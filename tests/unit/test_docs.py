@@ -202,8 +202,8 @@ CODE_BUDGET = {
     "docstrings": 0,
     "docstrings of tests": 267,
     "names of tests": 0,
-    "names of tests of more than 60 characters": 370,
-    "banned words": 278,
+    "names of tests of more than 60 characters": 0,
+    "banned words": 276,
 }
 """Most of each in the code. A change that lowers one sets the new number: they only fall."""
 
@@ -555,7 +555,7 @@ def test_every_event_of_a_trace_is_explained() -> None:
     assert named == literals_of_calls("trace")
 
 
-def test_the_events_that_the_launcher_tells_programs_are_those_of_the_table() -> None:
+def test_events_of_the_launcher_are_those_of_the_table() -> None:
     _, _, section = read(OPERATIONS).partition("## Events for programs")
     rows = re.findall(r"^\| (`.*?) \|", section.partition("\n## ")[0], re.MULTILINE)
     told = sorted(name for row in rows for name in CODE.findall(row))

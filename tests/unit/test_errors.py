@@ -31,7 +31,7 @@ def drawn() -> dict[str, str]:
     return bases
 
 
-def test_every_error_is_in_the_tree_of_the_docstring_below_its_base() -> None:
+def test_every_error_is_in_tree_of_docstring_below_its_base() -> None:
     real = {name: cls.__base__.__name__ for name, cls in CLASSES.items() if cls is not EPDError}
     assert drawn() == real
 

@@ -45,7 +45,7 @@ def runs(process: str) -> bool:
     return state.rpartition(")")[2].split()[0] != "Z"
 
 
-def test_a_stage_that_fails_ends_itself_and_figures_of_lines_and_files_stay(tmp_path: Path) -> None:
+def test_failed_stage_leaves_its_figures(tmp_path: Path) -> None:
     told = run(
         tmp_path,
         stage("first", """echo why; echo '{"figure": "rate", "value": [1, 2]}'; exit 3"""),
@@ -59,9 +59,7 @@ def test_a_stage_that_fails_ends_itself_and_figures_of_lines_and_files_stay(tmp_
 
 
 @pytest.mark.parametrize("how", ["", "setsid"], ids=["child", "session-of-its-own"])
-def test_a_stage_that_takes_too_long_is_ended_with_its_children_and_tried_again(
-    tmp_path: Path, how: str
-) -> None:
+def test_late_stage_is_ended_with_children_and_retried(tmp_path: Path, how: str) -> None:
     script = (
         f"""echo '{{"figure": "half", "value": 1}}'; {how} sleep 300 & echo $! > "$1/child"; wait"""
     )
@@ -73,7 +71,7 @@ def test_a_stage_that_takes_too_long_is_ended_with_its_children_and_tried_again(
     until(lambda: not runs(child))
 
 
-def test_a_call_ends_in_time_and_the_next_one_waits_for_what_goes_on(tmp_path: Path) -> None:
+def test_call_ends_in_time_and_the_next_waits_for_the_rest(tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "nvidia-smi").write_text(
@@ -98,7 +96,7 @@ def test_a_call_ends_in_time_and_the_next_one_waits_for_what_goes_on(tmp_path: P
     assert (tmp_path / "out" / "progress.log").read_text().count("machine: at most") == 1
 
 
-def test_pieces_are_taken_in_whatever_order_and_engines_wait_for_the_last(tmp_path: Path) -> None:
+def test_pieces_are_taken_in_any_order_before_engines(tmp_path: Path) -> None:
     wheels, out = tmp_path / "wheels", tmp_path / "out"
     wheels.mkdir()
     content = {"small.whl": os.urandom(700), "engine.whl": os.urandom(5000)}
@@ -159,7 +157,7 @@ def test_carried_model_infos_are_in_the_cache_of_vllm(tmp_path: Path) -> None:
     assert (told["engine"]["status"], told["engine"]["tail"]) == (0, ["{}"])
 
 
-def test_the_reference_starts_beside_the_stage_that_compares_with_it(tmp_path: Path) -> None:
+def test_reference_starts_with_the_stage_that_uses_it(tmp_path: Path) -> None:
     """Which finds in its log where it is, or that it has ended."""
     waits_for_it = """until grep -qx ended "$EPD_TEST_REFERENCE"; do sleep 0.1; done"""
     hour = Hour(tmp_path, [stage("compares", waits_for_it, compares=True)], "no platform")
@@ -168,7 +166,7 @@ def test_the_reference_starts_beside_the_stage_that_compares_with_it(tmp_path: P
     assert url_of(tmp_path / "reference.log") == ""
 
 
-def test_a_wheel_keeps_the_device_code_of_one_architecture_in_its_place(tmp_path: Path) -> None:
+def test_wheel_has_device_code_of_one_architecture(tmp_path: Path) -> None:
     def code(kind: int, compute: int, text: bytes) -> bytes:
         return carry.CODE.pack(kind, 257, 64, len(text), compute) + bytes(32) + text
 
@@ -188,7 +186,7 @@ def test_a_wheel_keeps_the_device_code_of_one_architecture_in_its_place(tmp_path
 
 
 @pytest.mark.full
-def test_tests_that_have_passed_are_left_out_when_they_are_resumed(tmp_path: Path) -> None:
+def test_passed_tests_are_omitted_on_resume(tmp_path: Path) -> None:
     file, passed = tmp_path / "test_two.py", tmp_path / "passed"
     file.write_text(
         f"def test_a():\n    pass\ndef test_b():\n    assert {passed.as_posix()!r} == ''\n"
@@ -226,7 +224,7 @@ def test_every_stage_calls_what_is_there(target: Any) -> None:
         assert not each.writes or f"/out/{each.writes}" in argv
 
 
-def test_a_model_of_true_size_has_the_tokens_and_pixels_of_the_real_one(tmp_path: Path) -> None:
+def test_model_of_true_size_has_tokens_and_pixels_of_real_one(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "ci.true_shapes", tmp_path, "7b"], cwd=ROOT, check=True)
     read = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "7b").glob("*.json")}
     text, tower = read["config"]["text_config"], read["config"]["vision_config"]
@@ -239,9 +237,7 @@ def test_a_model_of_true_size_has_the_tokens_and_pixels_of_the_real_one(tmp_path
 
 
 @pytest.mark.parametrize("size", ["3b", "7b", "cpu"])
-def test_rotary_sections_of_a_model_of_true_size_are_half_of_a_head(
-    tmp_path: Path, size: str
-) -> None:
+def test_rotary_sections_of_model_of_true_size_are_half_of_head(tmp_path: Path, size: str) -> None:
     true_shapes.write(tmp_path, size)
     text = json.loads((tmp_path / "config.json").read_text())["text_config"]
     head = text["hidden_size"] / text["num_attention_heads"]

@@ -124,7 +124,7 @@ def test_no_code_outside_platforms_branches_on_a_vendor() -> None:
     assert not found, "ask the platform for a capability instead:\n" + "\n".join(found)
 
 
-def test_vendor_names_outside_platforms_stand_only_where_a_reason_is_given() -> None:
+def test_vendor_names_outside_platforms_need_a_reason() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.value!r}"
         for path in outside_platforms()

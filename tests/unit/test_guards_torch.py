@@ -51,7 +51,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", ["platforms", "runners"])
-def test_a_link_at_the_top_points_into_the_package_and_survives_a_clone(name: str) -> None:
+def test_link_at_top_points_into_package_and_survives_clone(name: str) -> None:
     link = ROOT / name
     assert link.is_symlink()
     assert link.readlink() == Path("epd_portable", name)

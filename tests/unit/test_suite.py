@@ -30,7 +30,7 @@ def run(*pieces: Piece) -> Suite:
     return made
 
 
-def test_a_piece_that_fails_is_told_with_its_tests_and_ends_no_other(
+def test_failed_piece_is_reported_and_ends_no_other(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     failing = (
@@ -58,7 +58,7 @@ def test_piece_waits_for_its_need_in_another_lane() -> None:
     assert suite.verdict(done) == 1
 
 
-def test_a_machine_that_cannot_have_the_npu_environment_passes_without_it() -> None:
+def test_suite_passes_without_an_npu_environment() -> None:
     environment = suite.NPU_ENVIRONMENT
     done = run(
         piece(environment, f"raise SystemExit({suite.EXIT_UNAVAILABLE})"),
@@ -71,7 +71,7 @@ def test_a_machine_that_cannot_have_the_npu_environment_passes_without_it() -> N
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_every_folder_of_tests_is_in_the_suite_once_and_every_need_can_be_met(full: bool) -> None:
+def test_each_test_folder_is_in_the_suite_once(full: bool) -> None:
     pieces = suite.pieces(full=full)
     names = [each.name for each in pieces]
     assert len(names) == len(set(names))

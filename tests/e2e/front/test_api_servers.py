@@ -106,7 +106,7 @@ def test_a_killed_engine_comes_back_to_both(front: Split) -> None:
         assert [each.tokens for each in answers] == [each.tokens for each in expected]
 
 
-def test_the_end_of_one_ends_all_and_the_launcher_starts_them_anew(front: Split) -> None:
+def test_end_of_an_api_server_restarts_all(front: Split) -> None:
     before = ask_each(front, 0)
     old = process(front.pid, "front")
     engines = [process(front.pid, name) for name in ("encode-0", "prefill_decode-0")]

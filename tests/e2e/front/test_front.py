@@ -196,7 +196,7 @@ def test_lost_video_parts_come_from_caches_of_their_encoders(
     assert_equal(again, ask(reference_url, [text("Look: "), *content]))
 
 
-def test_a_picture_that_comes_again_is_processed_and_encoded_once(front: Split) -> None:
+def test_repeated_image_is_processed_and_encoded_once(front: Split) -> None:
     answers, counts = [], []
     for _ in range(2):
         answers.append(ask(front.url, [picture(20), ASK]))
@@ -431,7 +431,7 @@ def test_encode_engines_may_be_killed_under_load(front: Split, reference_url: st
     assert ask(front.url, [picture(200), ASK]).sources == ["transfer"]
 
 
-def test_a_killed_engine_ends_what_has_begun_and_refuses_the_rest(front: Split) -> None:
+def test_killed_engine_ends_open_streams_and_refuses_others(front: Split) -> None:
     url = f"{front.url}/v1/chat/completions"
     request = body([picture(30), ASK], stream=True, max_tokens=2000, ignore_eos=True)
     options: Any = {"headers": AUTHORIZED, "timeout": 60, "trust_env": False}

@@ -128,9 +128,7 @@ def test_an_engine_that_stops_for_a_while_costs_no_answer(
 
 
 @pytest.mark.parametrize("victim", NAMES, ids=str)
-def test_an_engine_that_stops_for_good_is_ended_and_so_are_its_requests(
-    stopped: Stopped, victim: Victim
-) -> None:
+def test_hung_engine_is_ended_with_its_requests(stopped: Stopped, victim: Victim) -> None:
     old = stopped.pid(victim)
     with stopped.at(victim, "streaming") as answers:
         for each in answers:

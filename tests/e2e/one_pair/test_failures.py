@@ -25,7 +25,7 @@ ASK = text("What is in the picture?")
 MANY_TOKENS = 4000
 
 
-def test_text_before_a_picture_is_prefilled_while_the_encoder_works(pair: Pair) -> None:
+def test_text_before_image_is_prefilled_while_encoder_works(pair: Pair) -> None:
     name = "text-first"
 
     def steps() -> list[dict[str, Any]]:
@@ -83,7 +83,7 @@ def test_instances_count_every_item_and_its_bytes(pair: Pair) -> None:
     wait_until(lambda: seen("ec_producer") == sent, "the encode instance counts them as settled")
 
 
-def test_an_encoder_without_memory_for_an_item_costs_no_answer_and_goes_on(pair: Pair) -> None:
+def test_encoder_without_memory_for_an_item_continues(pair: Pair) -> None:
     content = [picture(35), ASK]
     encoder = instance(pair.split.pid, "ec_producer")
     (pair.split.flags / flags.NO_MEMORY).touch()
@@ -158,7 +158,7 @@ def test_a_small_pool_serves_everybody_first_come_first_served(
     assert reserved == arrived
 
 
-def test_an_item_larger_than_the_pool_is_encoded_where_it_is_needed(pair: Pair) -> None:
+def test_item_larger_than_pool_is_encoded_where_it_is_needed(pair: Pair) -> None:
     content = [picture(70, 448), ASK]
     answer = ask(pair.split.url, content)
     assert answer.sources == ["local"]

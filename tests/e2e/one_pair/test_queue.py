@@ -33,7 +33,7 @@ def test_items_that_wait_are_encoded_in_one_step(pair: Pair) -> None:
     assert sizes[0] == 1 and sum(sizes) == 1 + len(items) and max(sizes) > 1
 
 
-def test_requests_at_a_full_encode_engine_are_answered_in_the_end(pair: Pair) -> None:
+def test_requests_at_a_full_encode_engine_are_served(pair: Pair) -> None:
     seeds = range(340, 344 + QUEUE, 4)
     contents = [[*(picture(seed + n) for n in range(4)), ASK] for seed in seeds]
     with ThreadPoolExecutor(len(contents)) as pool:
@@ -52,7 +52,7 @@ def test_requests_at_a_full_encode_engine_are_answered_in_the_end(pair: Pair) ->
     until_nothing_is_in_flight(pair)
 
 
-def test_an_engine_whose_requests_wait_leaves_the_cores_to_others(pair: Pair) -> None:
+def test_engine_with_waiting_requests_leaves_cores_to_others(pair: Pair) -> None:
     """Its workers used to poll meanwhile, for the whole of a core each."""
     waits = instance(pair.split.pid, "ec_consumer")
 

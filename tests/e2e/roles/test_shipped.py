@@ -161,7 +161,7 @@ def test_many_at_once_are_answered_as_by_one_process(served: Served) -> None:
         assert_equal(answer, ask(served.reference_url, content))
 
 
-def test_pictures_of_one_request_are_encoded_by_all_that_hold_the_encoder(served: Served) -> None:
+def test_images_are_encoded_by_all_engines_with_an_encoder(served: Served) -> None:
     if served.name not in SHARED:
         pytest.skip("its instances do not encode for each other")
     begin_s = time.monotonic()
@@ -242,7 +242,7 @@ def test_without_encoders_the_prefill_instance_encodes(served: Served) -> None:
     assert served.counted(apart) == before + 2
 
 
-def test_item_that_prefill_engines_have_forgotten_comes_from_the_store(served: Served) -> None:
+def test_item_evicted_by_prefill_comes_from_the_store(served: Served) -> None:
     if served.name != BY_NIXL:
         pytest.skip("has no store")
     content = [picture(44), ASK]

@@ -120,7 +120,7 @@ def test_wrong_secret_is_refused_with_the_reason(deployment: Deployment, tmp_pat
     assert deployment.states() == dict.fromkeys([*sorted(ENCODERS), PD], "up")
 
 
-def test_encoder_leaves_and_joins_under_load_without_a_lost_request(
+def test_encoder_leaves_and_joins_under_load_without_loss(
     deployment: Deployment,
 ) -> None:
     split = deployment.split

@@ -48,9 +48,7 @@ def test_a_repeated_picture_and_a_streamed_answer_are_close_too(deployment: Depl
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.full)])
-def test_at_least_95_percent_of_unseen_pictures_are_described_exactly(
-    deployment: Deployment, count: int
-) -> None:
+def test_description_is_exact_for_95_percent_of_images(deployment: Deployment, count: int) -> None:
     asked = [
         (draw(seed), kind)
         for seed in HELD_OUT_SEEDS[:count]
@@ -79,7 +77,7 @@ def test_requests_at_once_are_answered_as_by_one_process(deployment: Deployment)
     assert deployment.split.encoded_by("prefill_decode") == []
 
 
-def test_a_killed_launcher_leaves_no_process_no_port_and_no_shared_memory(
+def test_killed_launcher_leaves_no_process_port_or_memory(
     deployment: Deployment,
 ) -> None:
     """Runs last: nothing is left to test after it."""

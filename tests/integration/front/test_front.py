@@ -44,7 +44,7 @@ def make(config: Any, tmp_path: Path) -> Make:
     return partial(Front, config, tmp_path)
 
 
-async def test_pixels_go_to_the_encoder_and_metadata_to_the_engine_that_answers(make: Make) -> None:
+async def test_pixels_go_to_the_encoder_and_metadata_to_the_pd(make: Make) -> None:
     front = make("e-0", "pd-0")
     await front.ask("a", "a")
     job, sent = front.engines["e-0"].last, front.engines["pd-0"].last
@@ -81,7 +81,7 @@ async def test_a_session_of_streaming_input_is_refused(make: Make) -> None:
     assert front.is_empty()
 
 
-async def test_a_part_that_is_lost_is_asked_of_another_encoder_alone_and_then_encoded_here(
+async def test_lost_part_is_retried_alone_then_encoded_locally(
     make: Make,
 ) -> None:
     front = make("e-0", "e-1", "pd-0", max_queued_items=9)
@@ -107,7 +107,7 @@ async def test_a_part_that_is_lost_is_asked_of_another_encoder_alone_and_then_en
     assert [*counted.values()] == [0, 1, 1, 1]
 
 
-async def test_parts_go_where_they_are_encoded_soonest_however_many_items_wait_there(
+async def test_parts_go_to_the_engine_that_encodes_them_soonest(
     make: Make,
 ) -> None:
     front = make("e-0", "e-1", "pd-0", max_queued_items=9)
@@ -157,7 +157,7 @@ async def test_an_encoder_that_answers_gets_the_media_of_what_it_holds(make: Mak
     assert front.items() == {"not_needed": 2}
 
 
-async def test_engines_that_do_everything_share_the_pictures_of_a_request(make: Make) -> None:
+async def test_engines_of_all_stages_share_images_of_a_request(make: Make) -> None:
     front = make("all-0", "all-1")
     await front.ask("a", "b", "c", "d")
     own = next(name for name, each in front.engines.items() if "r" in each.requests)
@@ -180,7 +180,7 @@ async def test_engines_that_do_everything_share_the_pictures_of_a_request(make: 
     assert front.is_empty()
 
 
-async def test_an_engine_that_answers_takes_no_more_jobs_for_others_than_it_may(make: Make) -> None:
+async def test_generating_engine_bounds_its_jobs_for_others(make: Make) -> None:
     front = make("all-0", "all-1", max_queued_items=1)
     await front.ask("a", "b", "c", "d")
     own = next(name for name, each in front.engines.items() if "r" in each.requests)
@@ -188,7 +188,7 @@ async def test_an_engine_that_answers_takes_no_more_jobs_for_others_than_it_may(
     assert [each.mm_features[0].identifier for each in front.jobs(other)] == ["b"]
 
 
-async def test_requests_that_arrive_together_do_not_share_the_last_place_of_an_encoder(
+async def test_concurrent_requests_do_not_share_the_last_place(
     make: Make,
 ) -> None:
     front = make("e-0", "pd-0", max_queued_items=1)
@@ -272,7 +272,7 @@ async def test_a_request_moves_to_the_engine_that_is_left(make: Make) -> None:
     assert front.is_empty()
 
 
-async def test_prompts_that_begin_alike_go_to_one_engine_until_it_is_busier(make: Make) -> None:
+async def test_prompts_with_a_common_prefix_share_an_engine(make: Make) -> None:
     async def ask(front: Front, name: str, *tokens: int) -> str:
         core = request(name, ())
         core.prompt_token_ids = [*tokens] * 100
@@ -429,7 +429,7 @@ async def test_a_request_that_is_given_up_leaves_nothing(make: Make, stage: str)
     assert front.is_empty()
 
 
-async def test_an_engine_that_fails_a_request_gets_it_once_more_with_its_media(make: Make) -> None:
+async def test_failed_request_is_retried_with_its_media(make: Make) -> None:
     front = make("e-0", "pd-0")
     await front.ask("a")
     await front.says("pd-0", "r", end=FAILED)
@@ -526,7 +526,7 @@ async def test_an_idle_engine_encodes_some_of_many_pictures_by_itself(make: Make
     assert front.is_empty()
 
 
-async def test_an_idle_engine_encodes_the_first_part_of_a_video_that_would_wait(make: Make) -> None:
+async def test_idle_engine_encodes_first_part_of_video_that_would_wait(make: Make) -> None:
     front = make("e-0", "e-1", "pd-0", elastic_encode=True, max_queued_items=8)
     front.client.engines.pool.encode_times.observe(FrontItem(feature("A", 0)), 1.0, "any")
     first, second = (front.client.engines.by_name[name].instance for name in ("e-0", "e-1"))
@@ -540,7 +540,7 @@ async def test_an_idle_engine_encodes_the_first_part_of_a_video_that_would_wait(
 
 
 @pytest.mark.parametrize("reported", [1, 0])
-async def test_an_engine_that_computes_for_another_api_server_is_not_idle(
+async def test_engine_that_computes_for_another_api_server_is_not_idle(
     make: Make, reported: int
 ) -> None:
     front = make("e-0", "pd-0", sockets=["0", "1"], elastic_encode=True, max_queued_items=8)

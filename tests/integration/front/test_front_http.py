@@ -76,7 +76,7 @@ def up(client: SplitClient, *names: str) -> None:
         client.engines.by_name[name].instance.health.seen_up()
 
 
-async def test_bodies_beyond_the_sum_wait_outside_until_others_are_gone(serve: Serve) -> None:
+async def test_bodies_beyond_the_sum_wait_for_others_to_end(serve: Serve) -> None:
     http, _ = serve(max_bodies_bytes=100, max_body_bytes=100)
     begun, go_on = asyncio.Event(), asyncio.Event()
 
@@ -100,7 +100,7 @@ async def test_bodies_beyond_the_sum_wait_outside_until_others_are_gone(serve: S
     assert (large.status_code, large.json()["error"]["code"]) == (413, "request_too_large")
 
 
-async def test_a_body_that_does_not_come_takes_no_room_of_others_for_long(serve: Serve) -> None:
+async def test_stalled_body_releases_its_memory(serve: Serve) -> None:
     http, _ = serve(max_bodies_bytes=100, max_body_bytes=100, body_timeout_s=0.05)
 
     async def stalled() -> AsyncIterator[bytes]:
@@ -356,7 +356,7 @@ async def test_media_url_that_vllm_cannot_read_gets_400(
     assert words in refused.json()["error"]["message"]
 
 
-async def test_lines_about_requests_go_to_a_file_of_this_user_until_its_disk_is_full(
+async def test_access_log_is_private_and_survives_a_full_disk(
     serve: Serve,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -446,7 +446,7 @@ async def test_a_front_whose_log_cannot_be_written_does_not_start(
         ("media_io_kwargs", {"video": {"fps": float("nan")}}),
     ],
 )
-async def test_settings_that_enlarge_media_are_refused_before_anything_is_decoded(
+async def test_settings_that_enlarge_media_are_refused_early(
     serve: Serve, name: str, value: Any
 ) -> None:
     http, _ = serve()
@@ -462,7 +462,7 @@ async def test_settings_that_enlarge_media_are_refused_before_anything_is_decode
     assert allowed.status_code == 200
 
 
-async def test_an_engine_that_does_not_respond_is_told_of_in_the_time_that_the_launcher_has(
+async def test_unresponsive_engine_is_reported_in_the_requested_time(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     http, client = serve()
@@ -533,7 +533,7 @@ async def test_requests_about_engines_are_timed_and_used_once(serve: Serve) -> N
     assert client.engines.by_name["pd-0"].instance.health.usable
 
 
-async def test_request_that_the_application_fails_at_is_counted_with_500(serve: Serve) -> None:
+async def test_request_that_fails_in_the_application_counts_as_500(serve: Serve) -> None:
     def failing(_: ASGIApp) -> ASGIApp:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             raise OSError("a fault of the application")
@@ -547,6 +547,6 @@ async def test_request_that_the_application_fails_at_is_counted_with_500(serve: 
     assert total(page, 'epd_front_requests_total{status="500"}') == 1
 
 
-async def test_path_that_only_begins_like_that_of_engines_is_the_applications(serve: Serve) -> None:
+async def test_path_with_the_prefix_of_engines_goes_to_vllm(serve: Serve) -> None:
     http, _ = serve()
     assert (await http.post("/epd/instancespd-0", content=b"abc")).text == "3"

@@ -155,7 +155,7 @@ async def test_prompt_is_computed_where_more_than_its_kv_is_needed(
 
 
 @pytest.mark.parametrize("end", [FAILED, LENGTH], ids=["error", "no KV"])
-async def test_second_prefill_engine_and_then_the_decode_engine_are_tried(
+async def test_second_prefill_engine_and_then_decode_engine_are_tried(
     make: Make, end: FinishReason
 ) -> None:
     front = make("p-0", "p-1", "d-0")
@@ -274,7 +274,7 @@ async def test_kv_parameters_of_clients_are_dropped(make: Make) -> None:
     assert front.engines["pd-0"].last.sampling_params.extra_args == {"other": 1}
 
 
-async def test_prompts_that_begin_alike_are_computed_by_one_prefill_engine(make: Make) -> None:
+async def test_prompts_with_a_common_prefix_share_a_prefill_engine(make: Make) -> None:
     front = make("p-0", "p-1", "p-2", "d-0")
     for number in range(4):
         core = request(f"r-{number}", "")

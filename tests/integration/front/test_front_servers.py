@@ -197,7 +197,7 @@ async def test_engine_report_reaches_every_api_server(front: Front) -> None:
     assert first.pool.usable("decode") and second.pool.usable("decode")
 
 
-async def test_an_engine_that_ends_is_gone_for_each_and_comes_back_to_each(front: Front) -> None:
+async def test_ended_engine_leaves_and_rejoins_each_server(front: Front) -> None:
     for _ in range(2):
         engine = await front.start()
         await asyncio.to_thread(engine.end)
@@ -243,7 +243,7 @@ async def test_engine_that_ends_before_it_is_met_leaves_no_descriptor(
                 await asyncio.sleep(0.01)
 
 
-async def test_client_that_fails_for_itself_when_its_engine_has_ended_blocks_nothing(
+async def test_failing_client_of_an_ended_engine_blocks_nothing(
     front: Front, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended, failed = threading.Event(), threading.Event()
@@ -285,7 +285,7 @@ async def test_engine_that_ends_leaves_no_descriptor(front: Front, fails: bool) 
     assert all(held)
 
 
-async def test_sockets_are_closed_some_time_after_their_engine_has_ended(front: Front) -> None:
+async def test_sockets_of_an_ended_engine_are_closed_later(front: Front) -> None:
     """ZMQ must have taken in the end of the connection."""
     engine = await front.start()
     clients = [each.engines.by_name["pd-0"].client for each in front.servers]
@@ -341,7 +341,7 @@ async def test_the_page_of_one_server_adds_up_what_all_see(
     assert total(page, "epd_front_instance_in_flight") == 3
 
 
-async def test_an_engine_whose_outputs_cannot_be_taken_is_sent_away_and_the_log_says_why(
+async def test_engine_with_invalid_outputs_is_rejected_and_logged(
     front: Front, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> None:

@@ -848,7 +848,7 @@ async def test_job_larger_than_all_that_may_wait_is_refused(
 
 
 @pytest.mark.parametrize("limit", [{"max_queued_items": 10}, {"max_queued_bytes": 10 * 40_000}])
-async def test_many_jobs_are_full_beyond_the_limit_and_end_with_their_front(
+async def test_jobs_beyond_the_limit_are_full_and_end_with_the_front(
     config: Any, elsewhere: Begin, raw: Any, front: Any, limit: dict[str, int]
 ) -> None:
     front()

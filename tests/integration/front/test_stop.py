@@ -32,7 +32,7 @@ async def ask(front: Front, name: str) -> str | None:
     return reason
 
 
-async def test_new_request_during_a_stop_gets_503_and_the_open_one_its_end(
+async def test_new_request_during_a_stop_gets_503_and_open_ones_end(
     client: SplitClient, front: Front
 ) -> None:
     engine = Engine(client, "pd-0")

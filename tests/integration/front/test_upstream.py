@@ -16,7 +16,7 @@ PATCH = Path(__file__).parents[3] / "docs" / "upstream" / "engine-core-client.pa
 MODULE = Path("vllm/v1/engine/async_llm.py")
 
 
-def test_patch_makes_the_engine_client_a_method_that_subclasses_override(tmp_path: Path) -> None:
+def test_patch_makes_engine_client_creation_overridable(tmp_path: Path) -> None:
     spec = find_spec("vllm")
     assert spec is not None and spec.origin is not None
     patched = tmp_path / MODULE

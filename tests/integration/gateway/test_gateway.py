@@ -193,7 +193,7 @@ async def test_request_goes_to_the_front_with_the_fewest_open_requests() -> None
         assert await first == (200, "waited")
 
 
-async def test_session_stays_at_its_front_and_moves_only_when_that_goes() -> None:
+async def test_session_moves_only_when_its_front_ends() -> None:
     async with played("a", "b", "c") as t:
         sessions = [f"s{n}" for n in range(30)]
         before = {s: await t.ask(**{SESSION_HEADER: s}) for s in sessions}
@@ -246,7 +246,7 @@ async def test_last_refusal_is_the_response_when_all_fronts_are_busy() -> None:
         assert [len(each.bodies) for each in t.fronts.values()] == [1, 1]
 
 
-async def test_broken_stream_is_a_broken_connection_and_is_not_sent_again() -> None:
+async def test_broken_stream_breaks_the_connection_without_retry() -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -305,7 +305,7 @@ async def test_client_that_leaves_ends_its_request_at_the_front() -> None:
         await until_async(lambda: t.gateway.fronts[0].load == 0)
 
 
-async def test_long_body_is_passed_on_while_it_comes_and_not_sent_again(
+async def test_long_body_is_streamed_and_not_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gateway, "HELD_BYTES", 1000)

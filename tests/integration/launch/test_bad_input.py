@@ -34,9 +34,7 @@ def command(tmp_path: Path) -> Command:
     return run
 
 
-def test_a_platform_that_is_not_here_is_refused_with_its_reason_and_nothing_is_left(
-    command: Command, tmp_path: Path
-) -> None:
+def test_absent_platform_is_refused_and_leaves_nothing(command: Command, tmp_path: Path) -> None:
     result = command("--platform", "npu", "--config", CONFIG)
     assert (result.returncode, result.stdout) == (2, "")
     assert "platform npu cannot be used here: " in result.stderr

@@ -53,7 +53,7 @@ def test_instances_of_another_launcher_join_and_leave(
     here.ends_well(1)
 
 
-def test_launcher_ends_with_the_reason_when_a_front_refuses_for_good(
+def test_launcher_ends_with_the_reason_of_a_final_refusal(
     routed: Callable[..., Run], launch: Callable[..., Run]
 ) -> None:
     there = routed({"pd-0": []})
@@ -64,7 +64,7 @@ def test_launcher_ends_with_the_reason_when_a_front_refuses_for_good(
     here.ends_well(1)
 
 
-def test_launcher_reports_a_refusal_that_can_heal_and_waits_for_it(
+def test_launcher_reports_a_transient_refusal_and_waits(
     routed: Callable[..., Run], launch: Callable[..., Run], tmp_path: Path
 ) -> None:
     there = routed({"pd-0": [], "pd-1": []})
@@ -78,7 +78,7 @@ def test_launcher_reports_a_refusal_that_can_heal_and_waits_for_it(
     here.stop()
 
 
-def test_instance_of_another_environment_joins_the_launchers_own_front(
+def test_instance_of_another_environment_joins_its_front(
     routed: Callable[..., Run],
 ) -> None:
     run = routed({"pd-0": [], "other-1": []}, apart=["other-1"], pauses_s=(0.2, 0.8))

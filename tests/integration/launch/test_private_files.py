@@ -78,7 +78,7 @@ def test_all_that_a_launcher_writes_under_any_umask_is_private(launch: Launch) -
     assert logs == dict.fromkeys(("encode-0.log", "front.log", "guard.log"), 0o600)
 
 
-def test_a_run_has_a_fresh_secret_that_only_its_user_can_read_and_that_goes_with_it(
+def test_run_has_a_private_secret_that_ends_with_it(
     tmp_path: Path,
 ) -> None:
     tokens, folder = [], tmp_path / "run"

@@ -79,7 +79,7 @@ def start(code: str, *words: str, **env: str) -> tuple[subprocess.Popen[str], st
     return process, line
 
 
-def test_an_instance_keeps_to_its_cores_and_the_launcher_to_its_own(tmp_path: Path) -> None:
+def test_instance_keeps_to_its_cores_and_launcher_to_its_own(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     if len(before) < 2:
         pytest.skip("one core only")
@@ -114,7 +114,7 @@ def test_output_since_start_is_found_after_log_truncation(tmp_path: Path) -> Non
     assert child.output() == "after\n"
 
 
-def test_shared_memory_of_a_killed_process_is_removed_by_its_tracker() -> None:
+def test_tracker_removes_shared_memory_of_a_killed_process() -> None:
     process, name = start(OWNER)
     path = Path("/dev/shm", name)
     assert path.exists()
@@ -123,7 +123,7 @@ def test_shared_memory_of_a_killed_process_is_removed_by_its_tracker() -> None:
     assert not path.exists()
 
 
-def test_a_process_that_left_its_session_is_found_by_the_run_and_no_other_is() -> None:
+def test_process_outside_its_session_is_found_by_its_run() -> None:
     run_id, other = secrets.token_hex(4), secrets.token_hex(4)
     bystander, _ = start(OWNER, EPD_RUN_ID=other)
     process, _ = start(AWAY, EPD_RUN_ID=run_id)
@@ -169,7 +169,7 @@ def test_a_semaphore_is_found_under_the_name_that_it_was_given() -> None:
     assert Path("/dev/shm", f"sem.{name}") in mapped_files([os.getpid()])
 
 
-def test_an_engine_that_does_not_respond_is_not_well_and_a_silent_front_says_nothing_of_it(
+def test_unresponsive_engine_is_unhealthy_despite_silent_front(
     tmp_path: Path,
 ) -> None:
     asked: list[float] = []

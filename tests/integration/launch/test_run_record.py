@@ -26,7 +26,7 @@ def of(run: Run, name: str) -> ProcessRecord:
     return next(each for each in read(run).processes if each.name == name)
 
 
-def test_a_run_tells_where_its_instances_are_and_what_became_of_them(launch: Launch) -> None:
+def test_run_record_has_addresses_and_ends_of_instances(launch: Launch) -> None:
     run = launch(SERVERS, pauses_s=PAUSES_S)
     url = f"http://127.0.0.1:{run.ports['front']}/v1"
     assert run.lines[-1].startswith(f"ready: {url} (1 encode, cpu) in ")

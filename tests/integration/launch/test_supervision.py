@@ -80,7 +80,7 @@ def test_progress_has_the_reason_for_which_the_front_waits(launch: Launch) -> No
     run.stop()
 
 
-def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
+def test_process_killed_while_serving_restarts_on_its_port(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PROMETHEUS_MULTIPROC_DIR", envs.EPD_METRICS_DIR.name):
@@ -113,7 +113,7 @@ def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
     run.stop()
 
 
-def test_shared_memory_of_a_process_killed_as_soon_as_it_is_up_is_removed(launch: Launch) -> None:
+def test_shared_memory_of_an_early_killed_process_is_removed(launch: Launch) -> None:
     run = launch({"encode-0": ["--shm={shm}"]}, note_every_s=600.0, pauses_s=(600.0, 600.0))
     [file] = sessions.SHM.glob(f"epd-{run.run_id}-*")
     os.kill(run.pid_of("encode-0"), signal.SIGKILL)

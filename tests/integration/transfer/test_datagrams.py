@@ -194,7 +194,7 @@ def test_only_an_inbox_of_this_user_is_sent_to(pool: str, make: Callable[[Path],
         path.unlink(missing_ok=True)
 
 
-def test_a_name_too_long_for_an_address_is_shortened_alike_at_both_ends(pool: str) -> None:
+def test_long_name_is_shortened_equally_at_both_ends(pool: str) -> None:
     name = pool.ljust(200, "x")
     inbox = DatagramInbox(name)
     sender = DatagramOutbox(name)

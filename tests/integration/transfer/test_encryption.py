@@ -306,7 +306,7 @@ def test_only_one_address_is_this_host(address: str, off: bool) -> None:
     assert is_off_host(address) == off
 
 
-def test_copies_of_a_secret_give_the_same_keys_and_nothing_shows_them(tmp_path: Path) -> None:
+def test_copies_of_secret_give_same_keys_and_nothing_shows_them(tmp_path: Path) -> None:
     make_secret_file(str(tmp_path / "secret"))
     one, two = (read_keys(str(tmp_path / "secret")) for _ in range(2))
     assert one == two
@@ -315,6 +315,6 @@ def test_copies_of_a_secret_give_the_same_keys_and_nothing_shows_them(tmp_path: 
         assert hidden.decode() not in repr(one)
 
 
-def test_a_process_that_is_told_of_no_secret_says_how_to_make_one() -> None:
+def test_process_without_a_secret_reports_the_remedy() -> None:
     with pytest.raises(ConfigError, match="epd-launch secret FILE makes one"):
         read_keys("")

@@ -109,7 +109,7 @@ def test_bad_addresses_harm_none(make_pd: Callable[..., PrefillSide], path: str)
     ],
     ids=["shorter", "longer", "another width", "as many bytes"],
 )
-def test_an_output_of_another_shape_or_dtype_than_announced_is_refused(
+def test_output_unlike_its_announcement_is_refused(
     sender: Sender,
     pd: PrefillSide,
     caplog: pytest.LogCaptureFixture,
@@ -127,7 +127,7 @@ def test_an_output_of_another_shape_or_dtype_than_announced_is_refused(
         assert f"{end}{why}" in caplog.text
 
 
-def test_an_item_that_the_consumer_does_not_expect_so_is_told_at_both_ends(
+def test_unexpected_item_is_reported_at_both_ends(
     sender: Sender, pd: PrefillSide, caplog: pytest.LogCaptureFixture
 ) -> None:
     pd.arrive("r", "cat", 10)
@@ -260,7 +260,7 @@ def test_a_sender_that_stops_can_be_woken(path: str, monkeypatch: pytest.MonkeyP
     sender.close()
 
 
-def test_short_copy_runs_on_the_sending_thread_and_a_long_one_beside(
+def test_short_copy_runs_on_the_sending_thread(
     sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writers_module, "CHUNK_BYTES", output("cat", 10).nbytes)

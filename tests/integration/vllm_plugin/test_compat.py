@@ -111,7 +111,7 @@ def test_unsupported_configuration_is_refused_with_the_remedy(
         compat.check_supported(config(**changes))
 
 
-def test_the_second_model_runner_is_refused_where_it_has_no_hooks(
+def test_second_model_runner_is_refused_where_it_has_no_hooks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from epd_portable.vllm_plugin import compat
@@ -156,7 +156,7 @@ def widths(hf_config: Any, measured: dict[str, int] | None = None) -> dict[str, 
     }
 
 
-def test_outputs_are_as_wide_as_the_language_model_or_as_measured() -> None:
+def test_outputs_are_as_wide_as_language_model_or_as_measured() -> None:
     without_levels = SimpleNamespace(vision_config=SimpleNamespace(deepstack_visual_indexes=None))
     for hf_config in (SimpleNamespace(), without_levels):
         assert widths(hf_config) == {"image": 64, "video": 64, "audio": 64}
@@ -170,7 +170,7 @@ def test_deepstack_levels_are_of_images_and_not_of_audio() -> None:
         assert widths(hf_config) == {"image": 192, "video": 192, "audio": 64}
 
 
-def test_the_width_is_measured_with_small_items_whatever_the_model_allows() -> None:
+def test_width_is_measured_with_small_items_for_any_model() -> None:
     """Each patch is 14 pixels wide, and four of them are one embedding."""
     from vllm.config import ModelConfig
     from vllm.multimodal import MULTIMODAL_REGISTRY

@@ -186,7 +186,7 @@ def engine(vllm_config: Any) -> Iterator[Engine]:
     made.scheduler.shutdown()
 
 
-def test_requests_are_encoded_whole_in_order_as_transfers_give_room_back(engine: Engine) -> None:
+def test_requests_are_encoded_whole_as_transfers_free_space(engine: Engine) -> None:
     engine.arrive("a", ("cat", 300), ("dog", 300))
     engine.arrive("b", ("emu", 300), ("fox", 300))
     engine.arrive("c", ("gnu", 10))
@@ -245,7 +245,7 @@ def test_an_item_whose_copy_is_lost_is_encoded_again(name: str) -> None:
     engine.scheduler.shutdown()
 
 
-def test_item_is_encoded_at_the_next_request_after_a_failed_restore() -> None:
+def test_item_is_encoded_at_next_request_after_failed_restore() -> None:
     engine = Engine(config_on("cpu", host_cache_bytes=1 << 30))
     for name in ("cat", "dog"):
         engine.arrive(name, (name, 600))
@@ -284,7 +284,7 @@ def test_idle_engine_rests_and_reads_ended_transfers_later(
     assert engine.empty()
 
 
-def test_a_consumer_that_takes_nothing_leaves_the_share_of_another(engine: Engine) -> None:
+def test_consumer_without_transfers_leaves_the_others_share(engine: Engine) -> None:
     for number in range(5):
         engine.arrive(f"a{number}", (f"orphan-{number}", 200), to="tcp://a")
     engine.arrive("b0", ("cat", 200), to="tcp://b")
@@ -346,7 +346,7 @@ def on_device() -> Iterator[Engine]:
     made.scheduler.shutdown()
 
 
-def test_on_a_device_requests_are_answered_when_their_step_is_computed(on_device: Engine) -> None:
+def test_device_requests_end_when_their_step_is_computed(on_device: Engine) -> None:
     engine = on_device
     engine.arrive("a", ("cat", 600))
     assert engine.step() == {"a": ["cat"]}
@@ -384,7 +384,7 @@ def test_small_images_leave_before_their_burst_is_computed() -> None:
     engine.scheduler.shutdown()
 
 
-def test_an_answer_whose_step_is_computed_when_it_ends_goes_out_at_once(on_device: Engine) -> None:
+def test_response_of_a_computed_step_leaves_at_once(on_device: Engine) -> None:
     on_device.arrive("a", ("cat", 100))
     on_device.step(computed=1)
     assert set(on_device.ended) == {"a"}

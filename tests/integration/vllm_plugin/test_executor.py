@@ -72,7 +72,7 @@ def test_a_step_that_holds_something_for_workers_reaches_them(held: dict[str, An
 
 
 @pytest.mark.parametrize("name", sorted(HINTS))
-def test_a_hint_on_how_tokens_are_best_computed_is_nothing_for_workers(name: str) -> None:
+def test_token_hint_is_not_sent_to_workers(name: str) -> None:
     if name not in {each.name for each in fields(SchedulerOutput)}:
         pytest.skip("this version of vLLM does not give it")
     assert not executor.concerns_workers(replace(waiting(), **{name: [1]}))
@@ -113,7 +113,7 @@ def execute() -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("non_block", [False, True])
-def test_workers_are_left_alone_and_the_engine_gets_an_empty_output(
+def test_workers_are_not_called_and_the_output_is_empty(
     told: list[SchedulerOutput], execute: Callable[..., Any], non_block: bool
 ) -> None:
     output = execute(waiting(), non_block=non_block)

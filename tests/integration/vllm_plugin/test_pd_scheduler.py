@@ -274,7 +274,7 @@ def test_empty_step_is_not_sent_when_drafts_are_made(
     engine.scheduler.shutdown()
 
 
-def test_tokens_of_others_come_between_items_that_are_encoded_here(engine: Engine) -> None:
+def test_tokens_of_others_come_between_items_encoded_here(engine: Engine) -> None:
     most = TRAITS["cpu"].encode_together_embeds // ITEM
     engine.arrive("many", pixels=True, items=2 * most + 1)
     engine.arrive("other", pixels=True)
@@ -286,7 +286,7 @@ def test_tokens_of_others_come_between_items_that_are_encoded_here(engine: Engin
     assert engine.ended == {"many": "length", "other": "length"}
 
 
-def test_beside_the_steps_an_item_is_encoded_while_text_is_computed(engine_beside: Engine) -> None:
+def test_item_is_encoded_while_text_is_computed(engine_beside: Engine) -> None:
     engine = engine_beside
     engine.arrive("r", pixels=True)
     assert engine.step() == {"r": TEXT}
@@ -296,7 +296,7 @@ def test_beside_the_steps_an_item_is_encoded_while_text_is_computed(engine_besid
     assert engine.ended == {"r": "length"}
 
 
-def test_item_of_a_remote_prefill_is_encoded_when_a_step_needs_it(
+def test_item_of_remote_prefill_is_encoded_when_step_needs_it(
     engine_beside: Engine,
 ) -> None:
     engine = engine_beside
@@ -328,7 +328,7 @@ def test_item_is_encoded_in_a_step_when_not_beside_steps(engine_beside: Engine) 
     assert engine.ended == {"r": "length", "other": "length"}
 
 
-def test_beside_the_steps_the_deadline_of_a_transfer_makes_it_be_encoded(
+def test_transfer_deadline_causes_background_encoding(
     engine_beside: Engine,
 ) -> None:
     engine = engine_beside
@@ -341,7 +341,7 @@ def test_beside_the_steps_the_deadline_of_a_transfer_makes_it_be_encoded(
 
 
 @pytest.mark.usefixtures("takes_bare_items")
-def test_without_media_and_transfer_its_request_fails_and_blocks_nobody(engine: Engine) -> None:
+def test_request_without_media_and_transfer_fails_alone(engine: Engine) -> None:
     engine.arrive("bare", pixels=False)
     engine.arrive("behind", pixels=True)
     assert engine.step() == {"behind": TEXT + ITEM + TEXT}
@@ -363,7 +363,7 @@ def test_text_before_an_item_without_media_is_computed(
     assert engine.encoded == []
 
 
-def test_front_has_the_reason_before_the_end_of_a_request_beyond_the_pool(
+def test_front_has_reason_before_end_of_request_beyond_pool(
     vllm_config: Any,
 ) -> None:
     from epd_portable.vllm_plugin import compat
@@ -381,9 +381,7 @@ def test_front_has_the_reason_before_the_end_of_a_request_beyond_the_pool(
 
 
 @pytest.mark.parametrize("items", [1, 0], ids=["media first", "text first"])
-def test_media_that_come_in_parts_are_refused_and_end_nobody_else(
-    engine: Engine, items: int
-) -> None:
+def test_media_in_parts_are_refused_for_their_request_only(engine: Engine, items: int) -> None:
     engine.arrive("session", pixels=True, resumable=True, items=items)
     engine.arrive("other", pixels=True)
     engine.step()
@@ -455,9 +453,7 @@ def test_a_request_that_sleeps_can_be_aborted(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("state", ["PAUSED_NEW", "PAUSED_ALL"])
-def test_a_request_that_sleeps_does_not_keep_the_engine_from_pausing(
-    engine: Engine, state: str
-) -> None:
+def test_sleeping_request_does_not_block_a_pause(engine: Engine, state: str) -> None:
     from vllm.v1.core.sched.interface import PauseState
 
     scheduler = engine.scheduler

@@ -40,7 +40,7 @@ def test_item_aborted_before_its_request_comes_is_not_awaited() -> None:
     side.close()
 
 
-def test_item_aborted_before_its_announcement_is_requested_again_at_once() -> None:
+def test_item_aborted_before_announcement_is_requested_again() -> None:
     side = Side(items={"x": 4}, cache=16, can_encode=False)
     encoder = side.encoder()
     side.ask("A", 1, bare("x"), 1, transfers={"x": "t-A"})

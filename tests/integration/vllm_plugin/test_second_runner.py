@@ -123,7 +123,7 @@ def step(metadata: Any, tokens: int) -> Any:
 
 
 @pytest.mark.parametrize("tokens", [0, 5])
-def test_a_step_of_the_second_runner_does_what_mixins_do_beside_the_first(
+def test_second_runner_step_equals_the_first_with_mixins(
     hooking: Any, host: Host, encodes: bool, second: bool, tokens: int
 ) -> None:
     from epd_portable.vllm_plugin import compat
@@ -170,7 +170,7 @@ def test_a_step_of_the_second_runner_does_what_mixins_do_beside_the_first(
         assert host.cache["other"].tolist() == [[7.0] * 3]
 
 
-def test_an_encoder_without_memory_leaves_its_items_to_who_needs_them(
+def test_encoder_without_memory_leaves_items_to_consumers(
     hooking: Any, host: Host, encodes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from epd_portable.vllm_plugin.ec_connector import WorkerConnector

@@ -81,7 +81,7 @@ def test_a_mask_may_be_all_of_a_video(config: Any) -> None:
     assert [(each.offset, each.get_num_embeds()) for each in parts] == [(1, 4), (5, 4)]
 
 
-def test_names_that_clients_give_are_no_parts_that_follow_each_other(config: Any) -> None:
+def test_client_names_are_no_consecutive_parts(config: Any) -> None:
     features = request("r", "aab").mm_features
     names = ["x#0-2", "x#3-5", "x#0-3"]
     named = [replace(each, identifier=name) for each, name in zip(features, names, strict=True)]

@@ -47,7 +47,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Iterat
         yield Pair(split=split, reference_url=reference_url)
 
 
-def test_encode_jobs_are_answered_behind_the_computation_and_in_its_order(pair: Pair) -> None:
+def test_encode_jobs_end_after_computation_in_order(pair: Pair) -> None:
     contents = [[picture(seed), ASK] for seed in range(70, 70 + PICTURES)]
     for content, split in zip(contents, ask_all(pair.split.url, contents), strict=True):
         assert_equal(split, ask(pair.reference_url, content))
@@ -90,7 +90,7 @@ def test_instance_stays_within_its_memory_share(
     assert limit in log.read_text()
 
 
-def test_first_outputs_of_a_burst_leave_before_the_last_is_computed(
+def test_first_outputs_of_burst_leave_before_last_is_computed(
     pair: Pair,
 ) -> None:
     split = pair.since_now().split

@@ -34,9 +34,7 @@ def pair(
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_picture_is_transferred_and_the_answer_is_that_of_one_process(
-    pair: Pair, seed: int
-) -> None:
+def test_image_is_transferred_and_response_equals_one_process(pair: Pair, seed: int) -> None:
     content = [picture(seed), ASK]
     split = ask(pair.split.url, content)
     assert_equal(split, ask(pair.reference_url, content))

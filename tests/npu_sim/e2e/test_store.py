@@ -41,7 +41,7 @@ def pair(
         yield Pair(split=split, reference_url=reference_url)
 
 
-def test_pictures_that_devices_have_forgotten_come_from_the_store(pair: Pair) -> None:
+def test_images_evicted_from_devices_come_from_the_store(pair: Pair) -> None:
     first: list[Answer] = [ask(pair.split.url, content) for content in CONTENTS]
     hashes = {item["mm_hash"] for answer in first for item in answer.items}
     wait_until(

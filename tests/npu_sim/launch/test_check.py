@@ -77,7 +77,7 @@ def everything() -> dict[tuple[str, str], tuple[str, str]]:
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_check_lists_paths_and_reasons_for_every_pair_of_platforms(
+def test_check_lists_paths_for_each_pair_of_platforms(
     everything: dict[tuple[str, str], tuple[str, str]], pair: str
 ) -> None:
     paths = {name: finding for (what, name), finding in everything.items() if what == "path"}

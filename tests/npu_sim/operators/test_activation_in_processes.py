@@ -39,7 +39,7 @@ def test_a_plain_process_loads_neither_torch_nor_the_operators() -> None:
     assert run(LOADED) == ["False", "False", "False"]
 
 
-def test_the_hooks_import_only_what_python_imports_when_it_starts() -> None:
+def test_hooks_import_only_what_python_imports_when_it_starts() -> None:
     import ascend_sim
 
     program = (

@@ -75,7 +75,7 @@ def test_a_side_stream_that_does_not_wait_reads_old_data() -> None:
 
 
 @pytest.mark.usefixtures("late")
-def test_an_operator_on_a_stream_that_does_not_wait_computes_with_old_data() -> None:
+def test_operator_on_an_unsynchronized_stream_reads_old_data() -> None:
     x, side = torch.zeros(4).to(DEVICE), torch.npu.Stream()
     x.add_(5)
     with torch.npu.stream(side):

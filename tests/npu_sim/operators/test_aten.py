@@ -47,7 +47,7 @@ def test_views_share_the_bytes_of_the_tensor() -> None:
     assert all(bool((view == 3).all()) for view in views)
 
 
-def test_the_cpu_computes_on_the_bytes_of_the_device_without_a_copy() -> None:
+def test_cpu_computes_on_bytes_of_device_without_copy() -> None:
     from ascend_sim.memory import host_view
 
     x = X.to(DEVICE)[1:, ::2]
@@ -97,7 +97,7 @@ def test_a_seeded_generator_draws_what_the_cpu_draws_and_goes_on() -> None:
             assert torch.equal(got.cpu(), torch.empty(5).exponential_(generator=on_host))
 
 
-def test_an_operator_of_torch_npu_that_is_not_modelled_refuses_at_once() -> None:
+def test_operator_of_torch_npu_not_modelled_refuses_at_once() -> None:
     with pytest.raises(NotImplementedError, match="npu::npu_gelu"):
         torch.ops.npu.npu_gelu(X.to(DEVICE))
     with pytest.raises(NotImplementedError, match="npu::npu_fused_infer_attention_score_v2"):

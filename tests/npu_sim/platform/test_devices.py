@@ -66,7 +66,7 @@ assert npu.memory_info(1) == before
     )
 
 
-def test_memory_of_the_allocator_is_aligned_for_copies_and_for_slots(npu: Platform) -> None:
+def test_memory_of_allocator_is_aligned_for_copies_and_for_slots(npu: Platform) -> None:
     held = [torch.empty(size, dtype=torch.uint8, device="npu:0") for size in (1, 65, 513, 4097)]
     for tensor in held:
         # aclrtMemcpyAsync demands 64 bytes; a slot starts at a multiple of the trait.
@@ -88,7 +88,7 @@ print("@@", *(registry.availability(name).ok for name in ("npu", "cuda")))
     assert "@@ True False" in printed
 
 
-def test_a_process_keeps_itself_to_a_part_of_a_device_and_no_other_process() -> None:
+def test_process_limits_its_own_share_of_a_device() -> None:
     code = """
 from epd_portable.platforms import registry
 npu = registry.get("npu")

@@ -58,7 +58,7 @@ def test_no_device_is_a_reason_that_names_what_hides_it(
     assert cpu_ok
 
 
-def test_asking_for_a_dtype_without_a_device_says_that_there_is_none() -> None:
+def test_dtype_query_without_a_device_reports_its_absence() -> None:
     printed = run(
         """
 import torch
@@ -106,7 +106,7 @@ def test_missing_runtime_is_reported_with_its_remedy(
     assert "libhccl.so: cannot open shared object file" in reason
 
 
-def test_without_a_runtime_and_without_autoload_only_the_npu_is_refused(
+def test_missing_runtime_refuses_only_the_npu(
     without_runtime: str,
 ) -> None:
     ok, reason, _, cpu_ok, _ = look(

@@ -135,7 +135,7 @@ def test_without_either_way_pinning_says_what_is_needed(
         npu.pin_host(shared[0], NBYTES)
 
 
-def test_the_library_of_the_fallback_is_found_without_a_search_path() -> None:
+def test_library_of_fallback_is_found_without_search_path() -> None:
     printed = run(
         """
 import mmap, ctypes, torch

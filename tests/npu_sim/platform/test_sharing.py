@@ -51,7 +51,7 @@ def test_a_handle_of_a_dead_exporter_is_an_error(npu: Platform) -> None:
         npu.open_tensor(handle)
 
 
-def test_shared_memory_is_freed_when_openers_are_absent_or_killed(
+def test_shared_memory_is_freed_without_live_openers(
     exporter: Child,
 ) -> None:
     free = "(gc.collect(), torch.npu.empty_cache(), npu.memory_info(1).free_bytes)[2]"

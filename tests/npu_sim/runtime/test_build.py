@@ -42,7 +42,7 @@ def test_runtime_builds_without_warnings_under_all_names(tmp_path: Path) -> None
     assert len({path.resolve() for path in (tmp_path / "made").iterdir()}) == 1
 
 
-def test_an_interpreter_without_torch_npu_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_interpreter_without_torch_npu_is_refused_with_remedy(tmp_path: Path) -> None:
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(bare.stat().st_mode | stat.S_IXUSR)

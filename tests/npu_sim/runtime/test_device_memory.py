@@ -44,7 +44,7 @@ def test_a_fill_stays_inside_its_allocation() -> None:
 
 
 @pytest.mark.parametrize("kind", [acl.HOST_TO_HOST, acl.DEVICE_TO_HOST, acl.DEVICE_TO_DEVICE])
-def test_a_copy_in_another_direction_than_its_kind_says_is_refused(kind: int) -> None:
+def test_copy_against_its_declared_direction_is_refused(kind: int) -> None:
     with acl.memory(PAGE) as address:
         code = acl.code_of("aclrtMemcpy", address, PAGE, b"1234", 4, kind)
 
@@ -60,7 +60,7 @@ def test_freed_memory_cannot_be_read() -> None:
         acl.read(address, 4)
 
 
-def test_memory_that_is_freed_under_a_queued_copy_fails_the_stream(slow_copies: float) -> None:
+def test_memory_freed_under_queued_copy_fails_stream(slow_copies: float) -> None:
     with acl.pinned(PAGE) as host, acl.stream() as stream:
         address = acl.malloc(PAGE)
         acl.call("aclrtMemcpyAsync", address, PAGE, host, PAGE, acl.HOST_TO_DEVICE, stream)

@@ -28,7 +28,7 @@ def test_an_unknown_device_is_refused() -> None:
         torch.npu.set_device(7)
 
 
-def test_a_thread_without_a_device_can_neither_allocate_nor_make_streams() -> None:
+def test_thread_without_a_device_can_not_allocate_or_stream() -> None:
     code = """
 out = ctypes.byref(ctypes.c_void_p())
 print(acl.code_of("aclrtMalloc", out, 4, 0), acl.code_of("aclrtCreateStream", out))

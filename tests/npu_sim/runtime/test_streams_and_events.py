@@ -14,7 +14,7 @@ SIZE = 1 << 16
 
 
 @pytest.mark.parametrize("wait", [False, True])
-def test_a_source_that_is_overwritten_too_early_changes_what_is_copied(
+def test_source_overwritten_too_early_changes_what_is_copied(
     wait: bool, slow_copies: float
 ) -> None:
     source = torch.ones(SIZE, dtype=torch.uint8).pin_memory()
@@ -99,7 +99,7 @@ def test_host_functions_run_in_the_order_of_their_stream() -> None:
     assert calls == [0, 1, 2, 3, 4]
 
 
-def test_a_destroyed_stream_has_done_its_work_and_is_unknown_afterwards() -> None:
+def test_destroyed_stream_has_completed_and_is_unknown() -> None:
     calls: list[int] = []
     record = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda number: calls.append(number or 0))
     with acl.stream() as stream:
@@ -125,7 +125,7 @@ def test_the_time_between_events_needs_both_recorded() -> None:
     assert milliseconds.value >= 30
 
 
-def test_an_event_that_was_never_recorded_is_not_ready_and_holds_nobody_up() -> None:
+def test_unrecorded_event_is_not_ready_and_does_not_block() -> None:
     event = torch.npu.Event()
     torch.npu.current_stream().wait_event(event)
     torch.npu.current_stream().synchronize()

@@ -61,7 +61,7 @@ def test_neighbouring_mappings_are_one_memory_that_outlives_them() -> None:
         acl.call("aclrtUnmapMem", start + PAGE)
 
 
-def test_memory_is_mapped_only_where_addresses_are_reserved_and_free() -> None:
+def test_memory_is_mapped_only_at_reserved_free_addresses() -> None:
     with addresses(PAGE) as start, physical_memory() as handle:
         refused = [
             acl.code_of("aclrtMapMem", start, 2 * PAGE, 0, handle, 0),

@@ -54,7 +54,7 @@ def traced(folder: Path, event: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == event]
 
 
-def test_an_output_is_ready_when_it_is_computed_and_its_write_begins_then(
+def test_write_begins_when_its_output_is_computed(
     encode: Encode, pd: PrefillSide, tmp_path: Path
 ) -> None:
     for name in ("before", "cat"):  # The first opens the consumer's memory.

@@ -177,7 +177,7 @@ def test_a_placer_that_does_not_wait_for_its_copies_is_seen(
 
 
 @pytest.mark.parametrize("path", ["ipc"], ids=["slab"], indirect=True)
-def test_a_step_without_tokens_begins_the_copy_and_nobody_waits_for_it(sound: Instance) -> None:
+def test_step_without_tokens_begins_the_copy_without_waiting(sound: Instance) -> None:
     first, second = sound.arrive(2), sound.arrive(3)
     slow_copies(sound.copies)
     begin_s = time.monotonic()
@@ -220,7 +220,7 @@ def read_late(instance: Instance) -> torch.Tensor:
     return read
 
 
-def test_memory_of_an_item_is_not_used_again_before_its_readers_have_read(sound: Instance) -> None:
+def test_item_memory_is_not_reused_before_its_readers_end(sound: Instance) -> None:
     assert read_late(sound).eq(2).all()
 
 
@@ -341,7 +341,7 @@ def test_a_write_returns_when_its_late_copy_is_complete(make_encoder: MakeEncode
 @pytest.mark.parametrize(
     "route", [route for route in ROUTES if route.path in ("ipc", "tcp")], ids=str, indirect=True
 )
-def test_a_write_that_returns_before_its_copy_is_complete_is_seen(
+def test_early_return_of_a_write_is_detected(
     make_encoder: MakeEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = make_encoder(DeviceCopies)

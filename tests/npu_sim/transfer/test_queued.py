@@ -67,9 +67,7 @@ def steps(encode: Encode) -> list[tuple[str, str]]:
     return [(what, thread) for what, thread, _ in encode.notes()]
 
 
-def test_the_copy_of_an_item_that_was_granted_is_queued_by_who_puts_it_out(
-    encode: Encode, pd: PrefillSide
-) -> None:
+def test_copy_of_a_granted_item_is_queued_by_the_encoder(encode: Encode, pd: PrefillSide) -> None:
     grant(encode, pd, "cat")
     assert steps(encode) == []
     encode.put_out("cat", f"output('cat', {TOKENS})")
@@ -86,9 +84,7 @@ def test_grant_queues_the_copy_of_an_offered_item(encode: Encode, pd: PrefillSid
 
 
 @pytest.mark.parametrize("route", [SHM], ids=str, indirect=True)
-def test_a_copy_for_which_its_caller_would_be_blocked_is_made_by_a_writer(
-    encode: Encode, pd: PrefillSide
-) -> None:
+def test_blocking_copy_is_made_by_a_writer_thread(encode: Encode, pd: PrefillSide) -> None:
     grant(encode, pd, "cat")
     assert encode.put_out_all(["cat"], TOKENS, int(LATE_S * 1e6)) < LATE_S
     arrives(pd, "cat")
@@ -162,9 +158,7 @@ def test_a_copy_that_fails_ends_its_transfer_and_no_other(
     assert steps(encode)[-2:] == [("queued", "MainThread"), ("written", "epd-watcher")]
 
 
-def test_a_worker_that_closes_waits_for_the_copies_that_its_device_has(
-    encode: Encode, pd: PrefillSide
-) -> None:
+def test_closing_worker_waits_for_its_queued_copies(encode: Encode, pd: PrefillSide) -> None:
     grant(encode, pd, "cat")
     begin_s = time.monotonic()
     encode.put_out_all(["cat"], TOKENS, int(2 * LATE_S * 1e6))

@@ -17,7 +17,7 @@ def run(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("command", ["load", "transfer", "step"])
-def test_the_help_of_a_command_tells_its_exit_statuses_and_defaults(command: str) -> None:
+def test_help_lists_exit_statuses_and_defaults(command: str) -> None:
     code, text = run(command, "--help")
     assert code == 0
     assert "Exit status: 0" in text
@@ -43,9 +43,7 @@ def test_the_help_of_a_command_tells_its_exit_statuses_and_defaults(command: str
         ([*LOAD, "x.yaml", "--point", "pictures=4"], "unknown key 'pictures'; known are rate,"),
     ],
 )
-def test_a_wrong_argument_ends_with_status_2_and_a_message_that_names_it(
-    arguments: list[str], words: str
-) -> None:
+def test_wrong_argument_is_named_with_status_2(arguments: list[str], words: str) -> None:
     code, text = run(*arguments)
     assert code == 2
     assert words in text

@@ -40,7 +40,7 @@ def transfer_page(*cases: TransferCase, **left_out: str) -> report.Report:
     return dataclasses.replace(made, command=COMMAND)
 
 
-def test_a_page_begins_with_its_command_and_says_where_it_ran_and_what_was_left_out() -> None:
+def test_page_begins_with_command_machine_and_omissions() -> None:
     page = report.to_markdown(report.document(transfer_page(ipc="cpu has no device memory")))
     assert page.index(COMMAND) < page.index("|")
     assert re.search(r"\d CPU cores.*, \d+ GiB; load average [\d.]+ before", page)
@@ -58,7 +58,7 @@ def test_a_report_of_counters_can_be_written(tmp_path: Path) -> None:
     assert written["samples"] == [{"cpu_s": {"encode-0": 1.5}}]
 
 
-def test_transfers_are_shown_against_memcpy_and_by_another_path_round_by_round() -> None:
+def test_transfers_are_shown_against_memcpy_by_round() -> None:
     ratios, between = transfer_page().tables.values()
     name = "path, size, grant"
     assert [*ratios[0].items()][:5] == [
@@ -86,7 +86,7 @@ def test_transfers_are_shown_against_memcpy_and_by_another_path_round_by_round()
     assert len(transfer_page(case("shm", 4096)).tables) == 1
 
 
-def test_steps_are_shown_by_case_with_the_ratio_to_asking_alone_first() -> None:
+def test_steps_are_shown_by_case_with_their_ratio() -> None:
     [table] = step.make_report(
         [
             StepCase(decoding=256, items=32, waiting=waiting, step_s=steps_s, asking_s=[10e-6] * 3)

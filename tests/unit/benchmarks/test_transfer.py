@@ -23,9 +23,7 @@ def test_two_devices_are_measured_by_every_path(platform: str) -> None:
     assert "a device of its own" in left_out["collective"]
 
 
-def test_the_cpu_is_measured_by_the_paths_that_it_has_and_the_rest_is_named_with_its_reason() -> (
-    None
-):
+def test_cpu_paths_are_measured_and_others_named() -> None:
     paths, left_out = choose_paths([], "cpu", devices=1)
     assert paths == ["shm", "nixl", "collective", "tcp"]
     assert left_out == {"ipc": "cpu has no device memory"}
@@ -46,7 +44,7 @@ def test_the_cpu_is_measured_by_the_paths_that_it_has_and_the_rest_is_named_with
         ),
     ],
 )
-def test_a_path_that_cannot_be_measured_is_refused_with_its_reason(
+def test_path_that_cannot_be_measured_is_refused_with_reason(
     path: str, platform: str, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"--path {path}: .*{words}"):

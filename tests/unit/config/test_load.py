@@ -19,7 +19,7 @@ def problems(text: str, *overrides: str) -> list[str]:
     return [line.strip() for line in str(caught.value).splitlines()]
 
 
-def test_the_overlay_of_the_chosen_platform_is_laid_over_the_rest_key_by_key() -> None:
+def test_overlay_of_chosen_platform_is_laid_over_rest_key_by_key() -> None:
     text = """
     model: demo
     engine_args: {max_model_len: 4096, dtype: auto}
@@ -33,7 +33,7 @@ def test_the_overlay_of_the_chosen_platform_is_laid_over_the_rest_key_by_key() -
     assert parse_topology(text, "cpu").front.port == 9001
 
 
-def test_overrides_win_over_the_overlay_and_the_last_over_the_first() -> None:
+def test_overrides_win_over_overlay_and_last_over_first() -> None:
     text = (
         "model: demo\ninstances: {prefill: {}, decode: {}}\n"
         "platform: {cpu: {front: {port: 9001}, instances: {prefill: {count: 2}}}}"
@@ -121,15 +121,13 @@ def test_a_problem_is_named_where_it_was_written(text: str, line: str) -> None:
         ("config", "write the arguments into this file"),
     ],
 )
-def test_arguments_that_the_launcher_writes_or_does_not_support_are_refused(
-    name: str, reason: str
-) -> None:
+def test_launcher_owned_or_unsupported_arguments_are_refused(name: str, reason: str) -> None:
     wrong = f"engine_args: {{{name!r}: 2}}"
     _, *lines = problems(f"model: demo\n{wrong}\ninstances: {{encode: {{{wrong}}}}}")
     assert [reason in line for line in lines] == [True, True]
 
 
-def test_names_that_only_look_like_those_of_the_launcher_are_left_alone() -> None:
+def test_names_similar_to_those_of_the_launcher_are_allowed() -> None:
     text = "model: demo\nengine_args: {max_model_len: 1, port_range: 2, decode_x: 3, hosts: 4}"
     assert len(parse_topology(text, "cpu").engine_args) == 4
 
@@ -153,7 +151,7 @@ def test_roles_are_those_that_are_named(instances: str, counts: dict[str, int]) 
     assert {name: group.count for name, group in found if group.count} == counts
 
 
-def test_a_file_of_the_package_is_found_from_anywhere_and_a_file_of_ones_own_goes_before(
+def test_own_file_precedes_a_file_of_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -242,7 +240,7 @@ def test_encoding_instance_gets_items_of_other_encoders(text: str, role: Role, g
     assert parse_topology(f"model: demo\n{text}", "cpu").gets_items(role) is gets
 
 
-def test_a_file_that_says_how_instances_are_chosen_is_read_with_the_topology(
+def test_choice_file_is_read_with_the_topology(
     tmp_path: Path,
 ) -> None:
     choice, path = tmp_path / "choice.yaml", tmp_path / "t.yaml"

@@ -27,7 +27,7 @@ def write(path: Path, text: str | bytes, mode: int = 0o600) -> str:
     return str(path)
 
 
-def test_a_made_file_is_for_its_owner_only_different_each_time_and_left_as_it_is(
+def test_new_secret_file_is_private_unique_and_not_replaced(
     tmp_path: Path,
 ) -> None:
     paths = [tmp_path / "one", tmp_path / "two"]
@@ -41,7 +41,7 @@ def test_a_made_file_is_for_its_owner_only_different_each_time_and_left_as_it_is
     assert paths[0].read_text() == before
 
 
-def test_copies_of_one_secret_agree_purposes_do_not_and_nothing_shows_it(tmp_path: Path) -> None:
+def test_secret_copies_agree_and_purposes_differ(tmp_path: Path) -> None:
     copy = Secret.read(write(tmp_path / "two", " " + "s" * 40 + "\n"))
     assert copy.derive("a") == HELD.derive("a") not in (HELD.derive("b"), OTHER.derive("a"))
     assert "ssss" not in repr(copy) + str(copy)
@@ -170,9 +170,7 @@ def test_no_part_of_a_signature_can_be_changed(field: str) -> None:
 @pytest.mark.parametrize(
     ("seconds", "words"), [(-31, "31 s ahead"), (-30, ""), (30, ""), (31, "31 s behind")]
 )
-def test_clocks_may_differ_a_little_and_more_is_refused_with_the_difference(
-    seconds: int, words: str
-) -> None:
+def test_clock_skew_beyond_the_tolerance_is_refused(seconds: int, words: str) -> None:
     check, clock, signature = signed_check()
     clock.now += seconds
     if words:
@@ -181,7 +179,7 @@ def test_clocks_may_differ_a_little_and_more_is_refused_with_the_difference(
         check.check(signature, *ASKED)
 
 
-def test_a_signature_of_the_future_is_not_taken_twice_when_its_time_has_come() -> None:
+def test_future_signature_is_not_accepted_twice() -> None:
     check, clock, signature = signed_check()
     clock.now -= 30
     check.check(signature, *ASKED)

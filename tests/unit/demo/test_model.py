@@ -23,7 +23,7 @@ FILES = {
 }
 
 
-def test_the_model_folder_is_complete_small_and_holds_nothing_else() -> None:
+def test_model_folder_is_complete_small_and_holds_nothing_else() -> None:
     assert {path.name for path in MODEL_DIR.iterdir()} == FILES
     assert sum(path.stat().st_size for path in MODEL_DIR.iterdir()) <= 3_000_000
 
@@ -39,7 +39,7 @@ def test_all_weights_are_bfloat16_and_match_the_recorded_number() -> None:
     assert record["parameters"] <= 1_400_000
 
 
-def test_the_configuration_suits_two_tensor_parallel_ranks_and_long_contexts() -> None:
+def test_model_suits_two_ranks_and_long_contexts() -> None:
     config = json.loads((MODEL_DIR / "config.json").read_text())
     text, vision = config["text_config"], config["vision_config"]
     assert config["architectures"] == ["Qwen2_5_VLForConditionalGeneration"]
@@ -50,7 +50,7 @@ def test_the_configuration_suits_two_tensor_parallel_ranks_and_long_contexts() -
     assert sum(text["rope_scaling"]["mrope_section"]) == head_dim // 2
 
 
-def test_the_size_of_pictures_and_the_recorded_score_are_those_that_pages_name() -> None:
+def test_pages_name_the_image_size_and_the_recorded_score() -> None:
     preprocessor = json.loads((MODEL_DIR / "preprocessor_config.json").read_text())
     assert (preprocessor["min_pixels"], preprocessor["max_pixels"]) == (3136, 401_408)
     last = json.loads((MODEL_DIR / "training.json").read_text())["history"][-1]
@@ -83,7 +83,7 @@ SPLIT = Completion(
         ({"item": {}}, "the item came from nowhere"),
     ],
 )
-def test_answers_are_equal_only_with_the_same_tokens_and_an_item_of_the_encoder(
+def test_responses_are_equal_only_with_tokens_and_encoder(
     changes: dict[str, object], said: str
 ) -> None:
     found = difference(replace(SPLIT, **changes), SPLIT)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from epd_portable.demo.pictures import (
 )
 
 
-def test_a_seed_always_gives_the_same_picture_and_another_seed_another() -> None:
+def test_seed_always_gives_same_image_and_another_seed_another() -> None:
     assert draw(7).scene == draw(7).scene == draw(7, size=448).scene
     assert draw(7).image.tobytes() == draw(7).image.tobytes()
     assert draw(7, size=448).image.size == (448, 448)
@@ -34,7 +34,7 @@ def test_every_shape_colour_background_and_count_comes_up() -> None:
     assert all(scene.colour != scene.background for scene in scenes)
 
 
-def test_the_picture_shows_its_background_in_the_corner_and_its_colour_somewhere() -> None:
+def test_image_has_its_background_and_its_colour() -> None:
     def distance(pixel: tuple[int, ...], name: str) -> int:
         return max(abs(a - b) for a, b in zip(pixel, COLOURS[name], strict=True))
 

@@ -166,7 +166,7 @@ def test_an_encoder_gets_a_turn_after_so_many_steps(steps: int) -> None:
     encoder.close()
 
 
-def test_an_encoder_begins_at_once_where_no_step_came_for_a_while() -> None:
+def test_encoder_begins_at_once_in_an_idle_engine() -> None:
     encoder = Encoder(ComputeTurns(TURNS["tokens"]))
     until(lambda: encoder.count == 1)
     encoder.close()
@@ -239,7 +239,7 @@ def test_a_step_that_encodes_by_itself_does_not_wait_for_itself(
         assert tower.encode(encoding("a")).tolist() == [[3.0] * 3] * 2
 
 
-def test_an_item_that_cannot_be_encoded_is_told_and_the_next_one_comes(
+def test_failed_item_is_reported_and_the_next_is_encoded(
     tower: Tower, background: BackgroundEncoder, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("broken", "b"):
@@ -302,7 +302,7 @@ def test_closing_ends_the_thread_after_the_item_under_way(tower: Tower) -> None:
 # -- the scheduler's side ------------------------------------------------------------------------
 
 
-def test_workers_are_told_once_and_the_request_computes_when_they_have_it() -> None:
+def test_workers_get_an_item_once_before_its_request_computes() -> None:
     pd = PrefillSide()
     pd.arrive("r", OWL)
     pd.step()

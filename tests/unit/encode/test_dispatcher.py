@@ -56,7 +56,7 @@ def test_an_item_is_ordered_when_it_gets_room_and_once(desk: Desk) -> None:
     assert desk.take("r") == []
 
 
-def test_room_is_kept_for_each_consumer_beyond_the_request_until_the_transfers_end(
+def test_item_space_is_held_until_its_transfers_end(
     desk: Desk,
 ) -> None:
     r = desk.arrive("r", "ab", {"ta": "a", "tb": "b"})

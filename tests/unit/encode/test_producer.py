@@ -262,7 +262,7 @@ def test_later_puts_the_next_announcement_off(desk: Desk) -> None:
 # -- leases, deadlines, attempts -----------------------------------------------------------------
 
 
-def test_a_lease_is_renewed_at_half_time_while_the_encoder_is_slow(desk: Desk) -> None:
+def test_lease_is_renewed_at_half_time_while_encoder_is_slow(desk: Desk) -> None:
     desk.reach("asking")
     for _ in range(4):
         desk.receive(grant())

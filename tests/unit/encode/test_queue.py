@@ -124,7 +124,7 @@ def test_a_step_does_not_start_more_than_it_may_compute(limits: dict[str, int]) 
     assert [desk.step(), desk.step()] == [["a", "b"], ["c"]]
 
 
-def test_no_more_start_together_than_are_fast_but_for_one_that_is_larger() -> None:
+def test_concurrent_starts_are_bounded_but_for_one_large() -> None:
     desk = Desk(cache=100, embeddings=50, together=6)
     for name, size in {"a": 3, "b": 3, "c": 3, "large": 40}.items():
         desk.arrive(name, (f"{name}'s", size))
@@ -145,7 +145,7 @@ def test_an_item_in_the_cache_is_kept_and_not_computed_again() -> None:
     assert desk.cache.holders("cat") == {"cat of b", "cat of c"}
 
 
-def test_cached_items_of_a_request_that_must_wait_can_still_make_room() -> None:
+def test_cached_items_of_a_waiting_request_can_be_evicted() -> None:
     desk = Desk()
     desk.arrive("a", ("cat", 5))
     desk.step()
@@ -243,7 +243,7 @@ def test_small_items_of_others_do_not_keep_a_large_one_waiting() -> None:
     assert desk.step() == ["a"]
 
 
-def test_a_consumer_beyond_its_share_gets_what_it_keeps_already_again() -> None:
+def test_consumer_beyond_its_share_gets_held_items_again() -> None:
     desk = Desk()
     desk.arrive("a0", ("cat", 8), to=A)
     assert desk.step() == ["a0"]
@@ -253,7 +253,7 @@ def test_a_consumer_beyond_its_share_gets_what_it_keeps_already_again() -> None:
     assert desk.step() == ["b", "a1"], "a keeps no more with it, but with emu it would"
 
 
-def test_an_item_that_is_kept_for_another_counts_in_full_for_who_wants_it_too() -> None:
+def test_item_held_for_another_counts_in_full() -> None:
     desk = Desk(cache=12, embeddings=12)
     for name, size in (("a", 4), ("b", 1), ("c", 4)):
         desk.arrive(name, (name, size), to=name)
@@ -264,7 +264,7 @@ def test_an_item_that_is_kept_for_another_counts_in_full_for_who_wants_it_too() 
     assert desk.step() == ["c1"]
 
 
-def test_a_request_of_several_steps_takes_nothing_that_another_waits_for() -> None:
+def test_multistep_request_takes_no_claimed_space() -> None:
     desk = Desk(cache=12, embeddings=12)
     desk.arrive("a", ("cat", 8), to=A)
     assert desk.step() == ["a"]

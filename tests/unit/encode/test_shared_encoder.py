@@ -89,7 +89,7 @@ def shared() -> Shared:
     return Shared()
 
 
-def test_an_item_is_encoded_sent_and_its_room_kept_until_it_is_there(shared: Shared) -> None:
+def test_item_space_is_held_until_the_item_is_delivered(shared: Shared) -> None:
     job = shared.ask("a")
     assert shared.told == ["a"] and not shared.sent() and not shared.answered()
     shared.encoded("a")
@@ -143,7 +143,7 @@ def test_a_request_may_have_what_is_encoded_for_others(shared: Shared) -> None:
     assert shared.pd.prefill.may_schedule("r", 1)
 
 
-def test_an_item_that_waits_for_a_step_of_a_request_is_encoded_without_it(shared: Shared) -> None:
+def test_item_is_encoded_without_the_step_of_its_request(shared: Shared) -> None:
     shared.pd.arrive("r", Item("cat"))
     assert shared.cache.items["cat"].state is State.LOCAL
     job = shared.ask("cat", 2)
@@ -153,7 +153,7 @@ def test_an_item_that_waits_for_a_step_of_a_request_is_encoded_without_it(shared
     assert shared.pd.prefill.may_schedule("r", 1)
 
 
-def test_an_item_that_cannot_be_encoded_is_tried_once_more_and_then_given_up(
+def test_failed_item_is_retried_once_and_then_fails(
     shared: Shared,
 ) -> None:
     job = shared.ask("a")
@@ -224,7 +224,7 @@ def test_item_encoded_during_a_reset_is_encoded_again(shared: Shared) -> None:
     assert shared.answered() == [job] == shared.sent()
 
 
-def test_an_item_that_workers_forget_in_a_step_is_encoded_in_the_next(shared: Shared) -> None:
+def test_item_evicted_in_a_step_is_encoded_in_the_next(shared: Shared) -> None:
     shared.ask("a")
     assert shared.told == ["a"]
     shared.encoded("a")

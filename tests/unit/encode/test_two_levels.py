@@ -53,7 +53,7 @@ def ask(name: str, number: int = 0) -> FakeRequest:
     return request(f"{name}-{number}", (name, SIZES[name]))
 
 
-def test_an_item_that_left_the_cache_comes_back_without_being_encoded() -> None:
+def test_evicted_item_is_restored_without_encoding() -> None:
     cache = make()
     worker = Worker(cache)
     first = ask("cat")

@@ -71,7 +71,7 @@ class FullPlatform(CpuPlatform):
         return MemoryInfo(free_bytes=7, total_bytes=4096)
 
 
-def test_a_device_without_room_places_nothing_and_says_how_much_is_missing_and_what_to_do(
+def test_full_device_places_nothing_and_reports_the_remedy(
     memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = arrive(memory, "cat", torch.ones(3, 5))
@@ -97,7 +97,7 @@ def test_a_device_without_room_places_nothing_and_says_how_much_is_missing_and_w
     assert encoder_cache["dog"].eq(2).all()
 
 
-def test_a_trace_of_what_is_placed_costs_the_device_no_event_of_its_own(
+def test_trace_of_placements_needs_no_device_event(
     memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     platform = FullPlatform()

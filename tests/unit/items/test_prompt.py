@@ -135,7 +135,7 @@ def test_the_next_item_is_the_first_that_is_not_wholly_computed(
         ("prefix_cache", "transfer", "prefix_cache"),
     ],
 )
-def test_the_first_way_in_which_an_item_was_had_counts_unless_it_was_encoded_here(
+def test_first_source_counts_unless_encoded_locally(
     first: Source, then: Source, kept: Source
 ) -> None:
     r = record(("a", 2))

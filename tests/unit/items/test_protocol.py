@@ -46,7 +46,7 @@ def desk() -> Desk:
 # -- arrivals ------------------------------------------------------------------------------------
 
 
-def test_an_announced_item_is_granted_its_slot_and_lands_when_it_is_written(desk: Desk) -> None:
+def test_announced_item_is_granted_and_lands_when_written(desk: Desk) -> None:
     desk.expect()
     desk.give_room()
     desk.receive(A, announce())
@@ -105,7 +105,7 @@ def test_an_early_announcement_waits_for_its_request(desk: Desk) -> None:
     assert desk.said() == ["a t later", "a t grant 1"]
 
 
-def test_a_transfer_that_two_requests_name_goes_on_until_the_later_deadline(desk: Desk) -> None:
+def test_shared_transfer_lasts_until_the_later_deadline(desk: Desk) -> None:
     desk.expect()
     desk.give_room()
     desk.receive(A, announce())
@@ -144,7 +144,7 @@ def test_an_early_announcement_that_is_aborted_is_forgotten(desk: Desk) -> None:
 # -- several transfers of one item, several producers of one transfer ----------------------------
 
 
-def test_transfers_of_an_item_end_but_those_that_are_still_wanted(desk: Desk) -> None:
+def test_transfers_of_item_end_but_those_still_wanted(desk: Desk) -> None:
     for transfer_id in ("t", "u", "v"):
         desk.expect(transfer_id)
     desk.give_room()
@@ -176,7 +176,7 @@ def test_a_slot_that_was_granted_is_not_granted_to_a_sibling(desk: Desk, ends: s
     assert desk.said() == ["b u grant 2"]
 
 
-def test_another_encoder_takes_a_granted_transfer_over_with_another_slot(desk: Desk) -> None:
+def test_granted_transfer_moves_to_an_encoder_with_a_new_slot(desk: Desk) -> None:
     desk.get_grant()
     desk.receive(B, announce(B))
     assert desk.said() == ["b t later", "a t abort"]
@@ -253,7 +253,7 @@ def test_an_unfit_encoder_is_refused(desk: Desk, changed: dict[str, Any], code: 
     assert desk.landings() == ["encode-b"]
 
 
-def test_refused_fingerprint_is_answered_with_the_parts_that_differ() -> None:
+def test_refused_fingerprint_is_reported_with_its_differences() -> None:
     desk = Desk(fingerprint="config=a dtype=bfloat16")
     desk.expect()
     desk.receive(A, announce(producer=peer("encode-a", fingerprint="config=b dtype=float16")))
@@ -266,7 +266,7 @@ def test_refused_fingerprint_is_answered_with_the_parts_that_differ() -> None:
     )
 
 
-def test_a_granted_encoder_that_announces_something_else_loses_its_slot(desk: Desk) -> None:
+def test_encoder_with_another_announcement_loses_its_slot(desk: Desk) -> None:
     desk.get_grant()
     desk.receive(B, announce(B, tensor=OTHER_SPEC))
     assert desk.said() == ["b t nack unexpected"]
@@ -277,7 +277,7 @@ def test_a_granted_encoder_that_announces_something_else_loses_its_slot(desk: De
     assert desk.events[-1] == ("failed", "t", "refused", "others left")
 
 
-def test_an_abort_by_the_producer_fails_the_transfer_and_releases_its_slot(desk: Desk) -> None:
+def test_abort_by_producer_fails_transfer_and_releases_its_slot(desk: Desk) -> None:
     desk.get_grant()
     desk.receive(A, abort())
     assert desk.said() == []
@@ -301,7 +301,7 @@ def test_a_transfer_that_is_not_granted_fails_at_its_deadline(desk: Desk, announ
     assert ("its encoder has not announced it" in desk.reasons[0]) is not announced
 
 
-def test_a_lease_that_runs_out_quarantines_the_slot_until_the_producer_answers(desk: Desk) -> None:
+def test_expired_lease_quarantines_the_slot_until_a_reply(desk: Desk) -> None:
     desk.get_grant()
     desk.said(LEASE_S + LEASE_MARGIN_S - 0.1)
     assert desk.events == []
@@ -319,7 +319,7 @@ def test_a_lease_that_runs_out_quarantines_the_slot_until_the_producer_answers(d
     assert desk.events[1:] == [("released", 1)]
 
 
-def test_announcing_again_renews_the_lease_but_not_beyond_the_deadline(desk: Desk) -> None:
+def test_announcing_again_renews_lease_but_not_beyond_deadline(desk: Desk) -> None:
     desk.get_grant()
     for _ in range(5):
         desk.now += LEASE_S / 2

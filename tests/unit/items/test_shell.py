@@ -38,7 +38,7 @@ def test_an_item_is_delivered_placed_and_reported(copies: bool) -> None:
     assert_everything_is_back(pair.pd)
 
 
-def test_a_slot_is_not_given_back_before_the_step_that_forgets_its_item_has_ended(
+def test_slot_is_free_only_after_the_step_of_its_eviction(
     pair: Pair,
 ) -> None:
     pair.pd.arrive("r", CAT)
@@ -64,7 +64,7 @@ def test_a_request_without_items_is_none_of_its_business(pair: Pair) -> None:
 # -- what may be computed ------------------------------------------------------------------------
 
 
-def test_text_before_a_missing_item_may_be_computed_and_the_item_may_not(pair: Pair) -> None:
+def test_text_before_a_missing_item_may_be_computed(pair: Pair) -> None:
     pair.pd.arrive("r", CAT, DOG)  # token 0 text, 1-2 cat, 3 text, 4-5 dog
     may = pair.pd.prefill.may_schedule
     assert [may("r", computed) for computed in (0, 1)] == [True, False]
@@ -73,7 +73,7 @@ def test_text_before_a_missing_item_may_be_computed_and_the_item_may_not(pair: P
     assert [may("r", computed) for computed in (0, 1, 3, 4)] == [True, True, True, False]
 
 
-def test_a_request_begins_when_all_its_items_have_room_or_nobody_waits_before_it() -> None:
+def test_request_begins_with_space_for_all_items_or_as_first() -> None:
     pd = PrefillSide(cache_tokens=4)
     pd.arrive("r", Item("r1", 3))
     pd.arrive("s", Item("s1", 1), Item("s2", 2))
@@ -98,7 +98,7 @@ def test_a_request_begins_when_all_its_items_have_room_or_nobody_waits_before_it
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
-def test_an_item_is_needed_as_many_tokens_early_as_the_engine_looks_ahead(lookahead: int) -> None:
+def test_item_is_needed_early_by_the_lookahead(lookahead: int) -> None:
     pd = PrefillSide(lookahead=lookahead)
     pd.arrive("r", DOG, CAT)  # 1-2 dog, 4-5 cat
     needed = [not pd.prefill.may_schedule("r", computed, running=False) for computed in (0, 3)]
@@ -117,7 +117,7 @@ def test_an_item_that_the_prefix_cache_covers_is_given_up(pair: Pair) -> None:
     assert_everything_is_back(pair.pd)
 
 
-def test_an_item_is_kept_though_the_prefix_cache_would_cover_it_until_its_request_runs(
+def test_item_in_the_prefix_cache_is_held_until_its_request(
     pair: Pair,
 ) -> None:
     """There may be no memory to begin with now, and another hit later."""
@@ -137,7 +137,7 @@ def test_an_item_is_kept_though_the_prefix_cache_would_cover_it_until_its_reques
 
 
 @pytest.mark.parametrize("evicted", [False, True])
-def test_a_request_that_is_preempted_beyond_an_item_needs_it_again(evicted: bool) -> None:
+def test_request_preempted_beyond_item_needs_it_again(evicted: bool) -> None:
     pair = Pair(PrefillSide(cache_tokens=4))
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT, ready=True)
@@ -160,7 +160,7 @@ def test_a_request_that_is_preempted_beyond_an_item_needs_it_again(evicted: bool
     assert_everything_is_back(pair.pd)
 
 
-def test_progress_counts_items_that_lie_wholly_in_what_is_computed(pair: Pair) -> None:
+def test_progress_counts_wholly_computed_items(pair: Pair) -> None:
     pair.pd.arrive("r", CAT, DOG, CAT)  # 1-2 cat, 4-5 dog, 7-8 cat
     record = pair.pd.shell.cache.requests["r"]
     counted = []
@@ -189,16 +189,14 @@ def placed(pair: Pair, *, computes: bool) -> list[str]:
     return [item.mm_hash for item in pair.pd.step(computes=computes)]
 
 
-def test_an_item_that_is_viewed_is_placed_in_a_step_that_computes(pair: Pair) -> None:
+def test_viewed_item_is_placed_in_a_step_that_computes(pair: Pair) -> None:
     deliver(pair, "r", CAT)
     assert placed(pair, computes=False) == []
     assert placed(pair, computes=True) == ["cat"]
     assert pair.pd.pool.free_bytes < pair.pd.pool.capacity_bytes
 
 
-def test_an_item_is_copied_in_any_step_but_its_slot_is_free_when_one_has_ended_that_computes() -> (
-    None
-):
+def test_slot_is_free_after_a_step_that_computes() -> None:
     pair = Pair(PrefillSide(copies=True))
     receiver, pool = pair.pd.shell, pair.pd.pool
     deliver(pair, "r", CAT)
@@ -225,7 +223,7 @@ def test_evicted_item_frees_its_slot_in_an_idle_engine() -> None:
     assert pair.pd.pool.free_bytes == pair.pd.pool.capacity_bytes
 
 
-def test_an_item_evicted_while_its_placement_waits_for_tokens_is_not_placed(pair: Pair) -> None:
+def test_item_evicted_before_its_placement_is_not_placed(pair: Pair) -> None:
     deliver(pair, "r", CAT)
     assert placed(pair, computes=False) == []
     pair.pd.finish("r")
@@ -237,7 +235,7 @@ def test_an_item_evicted_while_its_placement_waits_for_tokens_is_not_placed(pair
 # -- shared items --------------------------------------------------------------------------------
 
 
-def test_a_refused_early_announcement_does_not_end_a_transfer_that_begins_after_it(
+def test_early_refusal_does_not_end_a_later_transfer(
     pair: Pair,
 ) -> None:
     """Two tokens are expected, announced were three: that transfer fails."""
@@ -255,7 +253,7 @@ def test_a_refused_early_announcement_does_not_end_a_transfer_that_begins_after_
     assert_everything_is_back(pair.pd)
 
 
-def test_a_request_does_not_wait_beyond_its_deadline_for_the_transfers_of_later_ones(
+def test_request_does_not_wait_for_transfers_of_later_ones(
     pair: Pair,
 ) -> None:
     pair.pd.arrive("r", CAT)
@@ -273,7 +271,7 @@ def test_a_request_does_not_wait_beyond_its_deadline_for_the_transfers_of_later_
 # -- a pool that is too small for all ------------------------------------------------------------
 
 
-def test_slots_that_come_back_with_a_step_serve_the_next_in_that_step() -> None:
+def test_slots_freed_by_a_step_serve_the_next_in_it() -> None:
     pair = Pair(PrefillSide(pool_tokens=2))
     pair.pd.arrive("r", CAT)
     pair.pd.arrive("s", DOG)
@@ -297,7 +295,7 @@ def granted(pair: Pair) -> list[str]:
 
 
 @pytest.mark.parametrize("can_encode", [True, False])
-def test_the_deadline_of_a_request_ends_no_transfer_of_a_later_one(can_encode: bool) -> None:
+def test_deadline_of_request_ends_no_transfer_of_later_one(can_encode: bool) -> None:
     pair = Pair(PrefillSide(can_encode=can_encode))
     old = Item("cat", 2, "t-old", can_encode, can_encode)
     new = Item("cat", 2, "t-new", can_encode, can_encode)
@@ -322,7 +320,7 @@ def test_the_deadline_of_a_request_ends_no_transfer_of_a_later_one(can_encode: b
 # -- rest ----------------------------------------------------------------------------------------
 
 
-def test_an_engine_rests_while_a_request_waits_until_a_message_has_come(
+def test_engine_rests_until_a_message_for_a_waiting_request(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver = pair.pd.shell

@@ -36,7 +36,7 @@ def failures(pd: PrefillSide) -> dict[str, float]:
     }
 
 
-def test_an_item_larger_than_the_pool_is_refused_and_leaves_no_trace(
+def test_item_larger_than_pool_is_refused_and_leaves_no_trace(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     held = Item("held", transfer_id="t-held")
@@ -81,7 +81,7 @@ def test_items_that_a_drafter_reads_at_once_must_fit_at_once(
 
 
 @pytest.mark.parametrize("can_encode", [True, False])
-def test_an_item_that_does_not_come_is_encoded_here_or_fails_its_requests(
+def test_missing_item_is_encoded_locally_or_fails_requests(
     can_encode: bool,
 ) -> None:
     pair = Pair(PrefillSide(can_encode=can_encode))
@@ -97,7 +97,7 @@ def test_an_item_that_does_not_come_is_encoded_here_or_fails_its_requests(
     assert_everything_is_back(pair.pd)
 
 
-def test_workers_hear_of_a_grant_that_was_taken_back_before_its_slot_is_free() -> None:
+def test_workers_get_a_revocation_before_its_slot_is_free() -> None:
     """They write it themselves on this path."""
     pair = Pair(PrefillSide(path="tcp"))
     pair.pd.arrive("r", CAT)

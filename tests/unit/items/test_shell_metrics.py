@@ -88,7 +88,7 @@ def _refused(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("end", [_served, _client_gone, _too_late, _refused])
-def test_an_announcement_that_finds_no_room_waits_once_until_its_transfer_is_granted_or_ends(
+def test_announcement_without_space_is_counted_as_one_wait(
     end: Callable[[Pair], None],
 ) -> None:
     pair = Pair(PrefillSide(pool_tokens=2))
@@ -104,7 +104,7 @@ def test_an_announcement_that_finds_no_room_waits_once_until_its_transfer_is_gra
     assert "epd_pd_transfers_waiting" not in events(pair.pd)
 
 
-def test_a_lease_that_expires_is_counted_and_the_item_is_a_fallback_when_encoded_here() -> None:
+def test_expired_lease_and_fallback_are_counted() -> None:
     pair = Pair()
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT)
@@ -151,7 +151,7 @@ def test_a_refused_announcement_is_counted_by_code() -> None:
     assert events(pair.pd) == {"epd_pd_refusals_total{code=unexpected}": 1}, "announced twice"
 
 
-def test_an_announcement_of_an_item_that_is_there_is_answered_not_needed() -> None:
+def test_announcement_of_a_present_item_gets_not_needed() -> None:
     pair = Pair()
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT, ready=True)
@@ -165,7 +165,7 @@ def test_an_announcement_of_an_item_that_is_there_is_answered_not_needed() -> No
     assert events(pair.pd)["epd_pd_items_total{source=encoder_cache}"] == 1
 
 
-def test_each_request_that_awaited_an_item_waited_and_the_item_is_received_once() -> None:
+def test_each_wait_is_observed_and_the_item_counted_once() -> None:
     pair = Pair()
     pair.pd.arrive("first", CAT)
     pair.pd.clock.now += 1.0

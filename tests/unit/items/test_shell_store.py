@@ -85,7 +85,7 @@ def test_an_item_of_the_store_takes_a_slot_and_is_placed(pair: Pair, store: Stor
 
 
 @pytest.mark.parametrize("item", [CAT, BARE], ids=["with media", "without"])
-def test_an_item_that_the_store_does_not_bring_is_expected_from_an_encoder(
+def test_item_missing_in_the_store_is_expected_from_an_encoder(
     pair: Pair, store: Store, item: Item
 ) -> None:
     pair.pd.arrive("r", item)
@@ -104,9 +104,7 @@ def test_an_item_that_the_store_does_not_bring_is_expected_from_an_encoder(
     assert_everything_is_back(pair.pd)
 
 
-def test_an_item_without_media_that_nobody_brings_is_never_encoded(
-    pair: Pair, store: Store
-) -> None:
+def test_missing_item_without_media_is_never_encoded(pair: Pair, store: Store) -> None:
     pair.pd.arrive("r", BARE)
     store.announce(BARE)
     store.nack(NackCode.NOT_STORED)
@@ -121,9 +119,7 @@ def test_an_item_without_media_that_nobody_brings_is_never_encoded(
     assert_everything_is_back(pair.pd)
 
 
-def test_an_item_is_encoded_here_when_a_load_fails_for_a_request_past_it(
-    pair: Pair, store: Store
-) -> None:
+def test_item_is_encoded_when_its_load_fails_behind_a_request(pair: Pair, store: Store) -> None:
     pair.pd.arrive("r", CAT)
     pair.pd.arrive("s", Item("cat"))
     store.announce(CAT)
@@ -134,9 +130,7 @@ def test_an_item_is_encoded_here_when_a_load_fails_for_a_request_past_it(
     assert pair.pd.encode_here("s", 0)
 
 
-def test_a_slot_whose_load_is_too_late_comes_back_when_the_loader_says_so(
-    pair: Pair, store: Store
-) -> None:
+def test_slot_of_a_late_load_is_free_after_its_loader(pair: Pair, store: Store) -> None:
     pair.pd.arrive("r", CAT)
     store.announce(CAT)
     pair.pd.finish("r")

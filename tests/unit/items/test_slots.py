@@ -45,7 +45,7 @@ def test_a_slot_goes_through_the_states_of_the_diagram_only() -> None:
     assert pool.resident == {}
 
 
-def test_a_retiring_slot_is_free_at_the_end_of_the_step_it_was_passed_to() -> None:
+def test_retiring_slot_is_free_at_the_end_of_its_step() -> None:
     pool = ReceivePool("pool", 64, 64)
     taken = pool.reserve(64, "cat")
     assert taken is not None

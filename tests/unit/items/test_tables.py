@@ -111,7 +111,7 @@ def test_requests_that_have_ended_leave_nothing_that_grows() -> None:
     assert held.objects["Item"] > 0, "what is idle in the cache is not seen"
 
 
-def test_an_encode_instance_keeps_nothing_of_requests_and_transfers_that_have_ended() -> None:
+def test_ended_work_leaves_nothing_in_an_encode_instance() -> None:
     cache = encoder_cache(10)
     dispatcher = Dispatcher(cache, SECRET)
     for number in range(REQUESTS):

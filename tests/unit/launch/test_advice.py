@@ -24,7 +24,7 @@ def test_replicas_are_within_a_quarter_above_one_vllm_on_an_h200() -> None:
     assert 27.07 <= best(Traffic.read(H200), 1, "replicas").requests_s <= 1.25 * 27.07
 
 
-def test_two_replicas_are_twice_one_engine_where_a_split_is_half_more() -> None:
+def test_two_replicas_are_twice_one_engine_and_split_is_less() -> None:
     """One engine does 21.76 requests/s, and one encode beside one other engine 32.75 (#41567)."""
     generate = 1000 / 32.75
     traffic = Traffic(encode=1000 / 21.76 - generate, prefill=generate, token=0, output=0, images=1)
@@ -32,7 +32,7 @@ def test_two_replicas_are_twice_one_engine_where_a_split_is_half_more() -> None:
     assert best(traffic, 2, "replicas").requests_s == pytest.approx(43.5, rel=0.01)
 
 
-def test_split_of_equal_devices_never_has_more_capacity_than_replicas() -> None:
+def test_split_of_equal_devices_never_exceeds_replicas() -> None:
     for encode, prefill, images, devices in itertools.product(
         (1, 16, 350), (1, 15, 100), (0.1, 1, 4), (2, 3, 8)
     ):

@@ -24,7 +24,7 @@ def test_check_reports_whether_the_store_replies(tmp_path: Path) -> None:
     assert "store.path" in said
 
 
-def test_a_store_that_does_not_answer_is_told_without_its_password(tmp_path: Path) -> None:
+def test_unreachable_store_is_reported_without_its_password(tmp_path: Path) -> None:
     pytest.importorskip("redis")
     password = tmp_path / "password"
     password.write_text("hunter2")
@@ -36,7 +36,7 @@ def test_a_store_that_does_not_answer_is_told_without_its_password(tmp_path: Pat
     assert "127.0.0.1:1" in said and "hunter2" not in said
 
 
-def test_every_path_can_be_asked_for_and_those_into_device_memory_are_known() -> None:
+def test_each_path_is_selectable_and_device_paths_are_known() -> None:
     asked = [AUTO, *PATH_NAMES]
     assert tuple(path.name for path in registry.PATHS) == PATH_NAMES
     assert [path for path in asked if registry.needs_devices(path)] == ["ipc"]

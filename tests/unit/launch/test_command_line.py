@@ -29,7 +29,7 @@ def in_one_line(text: str) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_both_commands_have_the_same_statuses_short_help_and_version(command: CommandLine) -> None:
+def test_both_commands_have_same_statuses_short_help_and_version(command: CommandLine) -> None:
     pages = [CliRunner().invoke(command, [word]).output for word in ("-h", "--help")]
     assert pages[0] == pages[1]
     assert in_one_line(EXIT_STATUSES) in in_one_line(pages[0])
@@ -49,9 +49,7 @@ def test_both_commands_have_the_same_statuses_short_help_and_version(command: Co
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_every_command_has_a_short_help_and_shows_what_it_finds_as_json(
-    command: CommandLine, name: str
-) -> None:
+def test_each_command_has_short_help_and_json(command: CommandLine, name: str) -> None:
     # click keeps the names of the option from a command's first call, which may be by itself.
     assert CliRunner().invoke(command.commands[name], ["-h"]).exit_code == 0
     assert CliRunner().invoke(command, [name, "-h"]).exit_code == 0
@@ -146,7 +144,7 @@ def test_plan_warns_of_what_up_refuses(tmp_path: Path, settings: str, refusal: s
     assert CliRunner().invoke(launch.main, ["up", *words]).exit_code == 2
 
 
-def test_fixed_ports_are_those_of_the_plan_without_that_of_the_front(
+def test_fixed_ports_are_those_of_plan_without_that_of_front(
     tmp_path: Path,
 ) -> None:
     config = tmp_path / "t.yaml"

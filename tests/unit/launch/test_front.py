@@ -51,7 +51,7 @@ def planned(extra: str = "") -> Plan:
     return plan_of(f"model: demo\n{extra}")
 
 
-def test_several_api_servers_share_bounds_and_are_known_to_each_engine() -> None:
+def test_api_servers_share_bounds_and_are_known_to_engines() -> None:
     *engines, front = planned(
         "engine_args: {api_server_count: 2}\nfront: {max_bodies_bytes: 1GiB}\n"
         "instances: {encode: {max_queued_items: 5}}"
@@ -83,9 +83,7 @@ def test_front_has_the_cores_that_no_engine_has_or_may_use_all() -> None:
         ("engine_args: {mm_tensor_ipc: torch_shm}", "torch_shm"),
     ],
 )
-def test_arguments_of_servers_that_engines_do_not_have_are_refused(
-    extra: str, problem: str
-) -> None:
+def test_server_arguments_unknown_to_engines_are_refused(extra: str, problem: str) -> None:
     ((key, found),) = engine_settings(TRAITS["cpu"], yaml.safe_load(extra))
     assert problem in f"{dotted(key)} {found}"
 
@@ -131,7 +129,7 @@ def test_encode_instances_join_fronts_as_engines_without_servers() -> None:
     assert plain["url"] == f"plain+{hub}"
 
 
-def test_prefill_instances_join_fronts_with_their_control_address() -> None:
+def test_prefill_instances_join_with_their_control_address() -> None:
     joining = (
         "model: demo\nsecret_file: secret\nlaunch: {host: 10.0.0.2, join: 'http://10.0.0.1:8000'}\n"
         "transfer: {trusted_network: true}\ninstances: {prefill: {}, encode_prefill: {}}\n"
@@ -161,7 +159,7 @@ def test_store_reaches_the_front() -> None:
     assert json.loads(front.argv[4])["store"]["path"] == "/tmp/store"
 
 
-def test_an_engine_without_encoder_is_behind_a_front_that_takes_media() -> None:
+def test_engine_without_encoder_is_behind_front_that_takes_media() -> None:
     less = "instances: {prefill_decode: {encoder: false}}"
     _, pd, front = planned(f"{less}\nengine_args: {{limit_mm_per_prompt: {{video: 0}}}}").processes
     assert json.loads(options(pd)["--limit-mm-per-prompt"]) == {"video": 0, "image": 0, "audio": 0}

@@ -108,7 +108,7 @@ def test_a_topology_plans_as_recorded(name: str, target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda path: path.stem)
-def test_a_shipped_topology_plans_without_warnings_on_every_target(
+def test_shipped_topology_plans_without_warnings_on_every_target(
     topology: Path, target: str
 ) -> None:
     planned = plan_for(topology, target)

@@ -59,7 +59,7 @@ def test_the_line_that_says_why(output: str, line: str) -> None:
     assert failure_line(output) == line
 
 
-def test_without_a_guess_only_an_exception_is_taken_and_a_very_long_line_is_cut() -> None:
+def test_reason_of_a_log_is_an_exception_of_bounded_length() -> None:
     assert failure_line("WARNING 01-31 12:00:00 [a.py:1] low memory", guess=False) == ""
     fault = "Fatal Python error: Segmentation fault"
     assert failure_line(f"{fault}\n\nCurrent thread", guess=False) == fault
@@ -84,7 +84,7 @@ def test_progress_reports_at_doubled_times_what_is_not_ready() -> None:
     assert Progress(started_at=0.0).notices({}, 100.0) == []
 
 
-def test_log_is_read_behind_a_place_or_whole_after_it_was_truncated(tmp_path: Path) -> None:
+def test_log_is_read_from_an_offset_or_whole_if_truncated(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     assert text_behind(log, 0) == ""
     log.write_text("one\ntwo\n")

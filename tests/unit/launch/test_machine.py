@@ -37,7 +37,7 @@ def test_a_runtime_that_never_counts_its_devices_is_told_of(
         machine.probed_machine(TRAITS["npu"], os.environ)
 
 
-def test_a_plan_counts_the_devices_that_this_process_may_see_or_those_of_its_profile() -> None:
+def test_plan_counts_visible_devices_or_those_of_its_profile() -> None:
     assert machine.assumed_machine(TRAITS["cuda"], {"CUDA_VISIBLE_DEVICES": "4, 5"}).devices == (
         "4",
         "5",

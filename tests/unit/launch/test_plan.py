@@ -29,7 +29,7 @@ SECRET = "secret_file: /etc/epd.secret\n"
 OFF_HOST = TEXT + "launch: {host: 10.0.0.2}\n"
 
 
-def test_an_instance_without_encoder_takes_embeddings_only_and_every_part_knows() -> None:
+def test_instance_without_encoder_accepts_only_embeddings() -> None:
     plan = plan_of(f"{TEXT}instances: {{prefill_decode: {{encoder: false}}}}")
     encode, pd, _ = plan.processes
     assert json.loads(options(pd)["--limit-mm-per-prompt"]) == {"video": 0, "image": 0, "audio": 0}
@@ -69,7 +69,7 @@ def test_visible_devices_of_an_instance(
         assert options(plan.processes[1])["--tensor-parallel-size"] == "2"
 
 
-def test_workers_of_several_ranks_have_processes_of_their_own_and_rest() -> None:
+def test_ranks_have_their_own_processes_and_rest() -> None:
     text = "model: m\ninstances: {prefill_decode: {tensor_parallel_size: 2}}"
     encode, pd, _ = plan_of(text, cores=(0, 1, 2, 3, 4, 5)).processes
     assert options(encode)["--distributed-executor-backend"].endswith(".UniProcExecutor")
@@ -242,7 +242,7 @@ def test_a_plan_names_who_encodes() -> None:
 STORE = "\nstore: {kind: redis, url: 'redis://me@cache:6379', password_file: /s/word}"
 
 
-def test_a_store_reaches_every_instance_and_the_front_and_is_shown() -> None:
+def test_store_reaches_every_instance_and_front_and_is_shown() -> None:
     plan = plan_of(TEXT + "secret_file: /s/secret" + STORE)
     for spec in plan.processes[:-1]:
         assert InstanceConfig.parse(instance(spec)).store is not None
@@ -255,7 +255,7 @@ def test_a_store_reaches_every_instance_and_the_front_and_is_shown() -> None:
     assert "epd-launch secret" in warning
 
 
-def test_instances_that_join_have_names_of_their_host_and_no_front() -> None:
+def test_joining_instances_are_named_by_host_and_have_no_front() -> None:
     plan = plan_of(JOINING, "cuda", devices=("0", "1"))
     names = ["encode-0@10.0.0.2", "encode-1@10.0.0.2"]
     assert [process.name for process in plan.processes] == names
@@ -278,7 +278,7 @@ def test_instances_that_join_have_names_of_their_host_and_no_front() -> None:
         ("cpu", "environment: other, cores: [3]", [((3,),), ((0, 1, 2),)]),
     ],
 )
-def test_encode_instances_planned_apart_share_cores_with_those_on_cores(
+def test_separately_planned_encoders_share_cores(
     platform: str,
     encode: str,
     expected: list[object],

@@ -19,7 +19,7 @@ from epd_portable.launch.plan.ports import (
 )
 
 
-def test_ports_follow_from_the_run_and_skip_what_is_taken_or_reserved() -> None:
+def test_ports_follow_from_the_run_and_skip_taken_ones() -> None:
     taken = {FIRST_PORT + 6}
     next_port = port_source(
         "00000005", reserved=frozenset({FIRST_PORT + 7}), free=lambda port, host: port not in taken
@@ -35,7 +35,7 @@ def test_the_search_wraps_around_and_ends() -> None:
         next_port()
 
 
-def test_a_port_that_one_run_was_given_is_given_to_no_other_before_anybody_listens() -> None:
+def test_port_of_a_run_is_reserved_before_it_listens() -> None:
     run_id = f"{random.randrange(1 << 32):08x}"
     mine = port_source(run_id)()
     claims = (

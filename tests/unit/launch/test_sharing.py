@@ -41,7 +41,7 @@ def test_instances_on_devices_of_their_own_start_at_once() -> None:
     assert plan("", "cpu").devices == {}
 
 
-def test_on_several_shared_devices_each_waits_for_all_that_are_on_one_with_it() -> None:
+def test_instance_starts_after_its_neighbours_on_devices() -> None:
     made = plan("""
 engine_args: {gpu_memory_utilization: 0.3, kv_cache_memory_bytes: 1}
 instances:
@@ -88,7 +88,7 @@ def test_instances_that_compute_in_turns_are_warned_of() -> None:
     assert "EPD_COMPUTE_SHARE" in warning
 
 
-def test_a_group_of_two_ranks_on_one_device_is_refused_where_its_library_refuses_it() -> None:
+def test_pair_on_one_device_is_refused_if_its_library_refuses() -> None:
     text = f"{ONE_DEVICE}\ntransfer: {{path: collective}}"
     with pytest.raises(ConfigError, match=r"prefill_decode-0 and encode-0 are on device 0: nccl"):
         plan(text)

@@ -131,9 +131,7 @@ def test_a_wrong_command_line_is_answered_with_what_to_write(
         ("model=no such", "give an existing folder"),
     ],
 )
-def test_a_wrong_value_is_answered_with_its_key_its_place_and_the_remedy(
-    assignment: str, remedy: str
-) -> None:
+def test_wrong_value_is_reported_with_key_place_and_remedy(assignment: str, remedy: str) -> None:
     text = run(f"{PLAN} --set {shlex.quote(assignment)}").output
     assert f"{assignment.partition('=')[0]} (--set {assignment})" in text
     assert remedy in text
@@ -174,7 +172,7 @@ def test_launcher_owned_argument_is_refused_with_the_remedy(
         ("instances.decode.count=1", "instances", "name prefill or encode_prefill"),
     ],
 )
-def test_values_that_do_not_fit_together_are_answered_by_their_section(
+def test_conflicting_values_are_reported_by_their_section(
     assignment: str, section: str, remedy: str
 ) -> None:
     text = run(f"{PLAN} --set {assignment}").output
@@ -245,7 +243,7 @@ def test_every_problem_of_a_file_is_listed_with_its_line(file: str, lines: list[
     assert places == sorted(places)
 
 
-def test_files_that_others_can_read_or_that_are_not_there_are_listed() -> None:
+def test_missing_or_readable_files_are_listed() -> None:
     for name, content in (("s", "x" * 40), ("k", "key\n")):
         Path(name).write_text(content)
         Path(name).chmod(0o644)

@@ -61,7 +61,7 @@ async def test_unlimited_resource_needs_no_ticket() -> None:
     assert await Door().enter() is None
 
 
-async def test_a_limit_for_each_instance_is_as_large_as_those_that_are_usable() -> None:
+async def test_limit_by_instance_scales_with_usable_instances() -> None:
     door = Door(decode={"max_requests": 2})
     door.add("a")
     double = door.add("b", weight=2.0)

@@ -87,7 +87,7 @@ def failure(kind: FailureKind, full_for_s: float = 0.0) -> EncodeFailure:
     return EncodeFailure(kind=kind, reason=f"is {kind.value}", full_for_s=full_for_s)
 
 
-def test_items_of_one_request_are_spread_and_nothing_stays_counted() -> None:
+def test_items_of_a_request_are_spread_and_released() -> None:
     scene = Scene()
     # Alone, each of them would go to the same encoder.
     alike = [each for each in pictures(*map(str, range(99))) if is_chosen(scene, each, "e0")][:8]
@@ -110,19 +110,19 @@ def test_settled_items_get_no_encoder() -> None:
     assert not any(each.elastic for each in found)
 
 
-def test_tokens_first_means_no_elastic_encoding_at_a_busy_instance() -> None:
+def test_tokens_first_means_no_elastic_encoding_at_busy_instance() -> None:
     assert elastic_encoding("queue", "tokens") is None
     idle = [elastic_encoding("idle", each) for each in ("tokens", "balanced", "images")]
     thresholds = [each.threshold for each in idle if each]
     assert thresholds == sorted({*thresholds}, reverse=True) and len(thresholds) == 3
 
 
-def test_items_without_an_encoder_are_encoded_where_they_are_needed() -> None:
+def test_items_without_encoder_are_encoded_where_they_are_needed() -> None:
     (found,) = Scene(encoders=0).assign(pictures("a"))
     assert (found.by, found.encoder) == ("local", None)
 
 
-def test_the_first_items_are_encoded_here_only_where_that_is_wanted() -> None:
+def test_first_items_are_encoded_locally_only_if_configured() -> None:
     scene, items = Scene(encoders=1), equal(4)
     assert {each.by for each in scene.assign(items)} == {"encoder"}
     found = scene.assign(items, elastic="idle")
@@ -149,7 +149,7 @@ def test_no_encoder_is_asked_too_late(kind: FailureKind, now_s: float) -> None:
     assert tries.next_encoder() is None
 
 
-def test_a_full_encoder_is_asked_again_when_it_has_room_and_costs_no_retry() -> None:
+def test_full_encoder_is_tried_again_without_a_retry() -> None:
     scene = Scene()
     for _ in range(1000):
         scene.budget.spend()
@@ -178,7 +178,7 @@ def test_wait_for_capacity_ends_at_the_deadline() -> None:
     assert tries.next_encoder() is None
 
 
-def test_a_job_that_the_deadline_cuts_off_counts_as_the_full_encoder_before() -> None:
+def test_job_cut_by_the_deadline_counts_as_full() -> None:
     tries = Scene(encoders=1).tries(deadline_s=5.0)
     assert tries.note_failure("e0", failure(FULL, 3.0), 1.0) == 3.0
     assert tries.next_encoder() is not None
@@ -229,7 +229,7 @@ def test_encoding_engine_passes_items_only_to_less_busy_ones() -> None:
             assert own.by == "local_first"
 
 
-def test_an_instance_with_two_duties_is_chosen_for_both_and_leaves_both() -> None:
+def test_instance_with_two_stages_joins_and_leaves_both() -> None:
     pool = EndpointPool()
     both = pool.add(instance_settings("both", "encode-prefill-decode"))
     both.health.seen_up()
@@ -254,13 +254,13 @@ def test_a_size_that_was_not_seen_is_taken_for_the_next_one() -> None:
     ("encoders", "count", "here"),
     [(1, 1, 0), (1, 2, 0), (1, 3, 1), (1, 4, 1), (1, 8, 2), (2, 6, 1)],
 )
-def test_pictures_of_one_request_are_shared_with_an_idle_instance(
+def test_images_of_one_request_are_shared_with_idle_instance(
     encoders: int, count: int, here: int
 ) -> None:
     assert Scene(encoders).first_here(equal(count)) == here
 
 
-def test_a_picture_behind_a_queue_is_encoded_at_once_by_an_idle_instance() -> None:
+def test_image_behind_queue_is_encoded_at_once_by_idle_instance() -> None:
     scene = Scene(encoders=1)
     scene.has(scene.encoders[0], 2)
     assert scene.first_here(equal(1)) == 1
@@ -269,7 +269,7 @@ def test_a_picture_behind_a_queue_is_encoded_at_once_by_an_idle_instance() -> No
     assert scene.first_here(equal(1)) == 0
 
 
-def test_an_instance_that_computes_for_others_helps_only_with_a_long_queue() -> None:
+def test_busy_instance_encodes_only_behind_a_long_queue() -> None:
     scene = Scene(encoders=1)
     scene.has(scene.encoders[0], 3)
     assert (scene.first_here(equal(1), "queue"), scene.first_here(equal(1), "idle")) == (0, 1)
@@ -293,7 +293,7 @@ def test_times_follow_what_is_seen_by_kind() -> None:
         assert times.of(large) == pytest.approx(1.0)
 
 
-def test_an_item_of_a_slow_encoder_is_encoded_by_an_idle_instance() -> None:
+def test_item_of_slow_encoder_is_encoded_by_idle_instance() -> None:
     scene = Scene(encoders=1)
     counts = [
         count_local_first([TIME_S], [factor * TIME_S], scene.encoders, scene.pd, threshold=2.0)

@@ -35,7 +35,7 @@ def test_concurrent_responses_share_time_equally() -> None:
     assert load.each_s() - second == pytest.approx(3 + 1), "then it computed nothing"
 
 
-def test_an_answer_takes_what_it_took_when_the_instance_was_fullest() -> None:
+def test_response_estimate_is_that_of_the_highest_load() -> None:
     work, clock = Work(), Clock()
     load = ResponseTimes(work, ROLE, clock)
     assert load.expected_ms(100) == 0

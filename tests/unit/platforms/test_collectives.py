@@ -35,7 +35,7 @@ def test_a_host_that_is_not_there_is_told_at_once() -> None:
         meet(port, timeout_s=20)
 
 
-def test_a_host_that_accepts_and_never_answers_is_an_error_at_the_deadline() -> None:
+def test_host_that_never_replies_is_an_error_at_the_deadline() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(TransportTimeoutError, match=r"did not come within 0\.5 s"),
@@ -114,7 +114,7 @@ def ordered() -> tuple[Turns, Turns]:
 
 
 @pytest.mark.parametrize("count", [3, 4])
-def test_ring_of_processes_makes_two_groups_each_without_deadlock(count: int) -> None:
+def test_ring_of_processes_forms_groups_without_deadlock(count: int) -> None:
     processes = [Turns() for _ in range(count)]
     inside = [0] * count
 
@@ -139,7 +139,7 @@ def test_ring_of_processes_makes_two_groups_each_without_deadlock(count: int) ->
 
 
 @pytest.mark.parametrize("busy", [0, 1], ids=["the one asked first", "the other one"])
-def test_a_turn_that_does_not_come_in_time_is_an_error_at_the_deadline(busy: int) -> None:
+def test_turn_that_does_not_come_in_time_is_error_at_deadline(busy: int) -> None:
     processes = ordered()
     takes = pair(*processes)
 

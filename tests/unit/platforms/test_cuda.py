@@ -46,7 +46,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return made
 
 
-def test_a_refused_registration_leaves_no_error_for_the_next_kernel(runtime: Runtime) -> None:
+def test_refused_registration_leaves_no_error_for_next_kernel(runtime: Runtime) -> None:
     runtime.code = REFUSED
     with pytest.raises(PlatformError, match=r"refused 4096 bytes at 0x1000 with error 2.*ulimit"):
         CudaPlatform().pin_host(PAGE, PAGE)

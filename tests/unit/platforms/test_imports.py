@@ -28,7 +28,7 @@ def test_imports_of_a_planner_leave_torch_out(module: str) -> None:
     assert result.stdout.strip() == "[]", result.stderr
 
 
-def test_asking_every_platform_on_this_machine_creates_no_device_context() -> None:
+def test_platform_probes_create_no_device_context() -> None:
     result = warm.nursery().run(
         "-c",
         "import torch; from epd_portable.platforms import registry;"

@@ -67,7 +67,7 @@ TORCHVISION = {
 }
 
 
-def test_operators_that_are_missing_are_declared_and_that_is_logged(tmp_path: Path) -> None:
+def test_operators_missing_are_declared_and_logged(tmp_path: Path) -> None:
     extension = {"torchvision/extension.py": "def _has_ops(): return False\n"}
     path = package(tmp_path, TORCHVISION | extension)
     bare = run("import torchvision", path=path, with_torch=True)
@@ -95,7 +95,7 @@ def test_a_torchvision_whose_operators_load_is_left_untouched(tmp_path: Path) ->
     assert "are loaded: left untouched" in result.stderr
 
 
-def test_operators_that_somebody_else_declared_are_not_declared_again(tmp_path: Path) -> None:
+def test_operators_declared_elsewhere_are_not_declared_again(tmp_path: Path) -> None:
     extension = {
         "torchvision/extension.py": (
             "import torch\n"

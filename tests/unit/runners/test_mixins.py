@@ -245,7 +245,7 @@ def step(metadata: object, tokens: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("mixin", [SecondRunnerMixin, OrderingSecondRunnerMixin])
-def test_the_tokens_of_a_step_are_traced_but_not_those_of_a_profile(mixin: type) -> None:
+def test_tokens_of_step_are_traced_but_not_those_of_profile(mixin: type) -> None:
     runner = mixed(mixin, SecondRunner)
     assert runner.execute_model(step(Metadata(), 3), "kept", flag=True) == "output"
     runner.execute_model(step(Metadata(), 0))

@@ -10,7 +10,7 @@ def made(clock: Clock) -> CircuitBreaker:
     return CircuitBreaker(first_s=1.0, longest_s=5.0, clock=clock, chance=lambda: 0.5)
 
 
-def test_breaker_opens_on_failure_and_allows_one_trial_after_time() -> None:
+def test_breaker_opens_on_failure_and_allows_one_trial() -> None:
     clock = Clock()
     breaker = made(clock)
     assert breaker.allows() and breaker.state == "closed"
@@ -42,7 +42,7 @@ def test_every_failed_try_doubles_the_time_up_to_the_longest(answers: bool) -> N
         assert breaker.failed() is answers
 
 
-def test_failures_of_those_who_asked_before_it_opened_change_nothing() -> None:
+def test_failures_of_earlier_queries_change_nothing() -> None:
     clock = Clock()
     breaker = made(clock)
     assert [breaker.failed() for _ in range(10)] == [True] + [False] * 9

@@ -230,7 +230,7 @@ def test_half_a_frame_ends_its_connection_alone(consumer: Consumer, sent: bytes)
         assert_hung_up(connected)
 
 
-def test_a_receiver_closes_at_once_beside_producers_that_say_nothing(consumer: Consumer) -> None:
+def test_receiver_closes_at_once_with_silent_producers(consumer: Consumer) -> None:
     with stranger(consumer) as first, stranger(consumer) as second:
         consumer.assert_serves()
         consumer.receiver.close()

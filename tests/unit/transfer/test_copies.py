@@ -116,7 +116,7 @@ def test_a_copy_beyond_its_lease_is_waited_for_and_an_error(platform: SpyPlatfor
     assert next(looks) > 100, "it returned while the device could still write"
 
 
-def test_a_pool_that_cannot_be_page_locked_is_used_all_the_same_and_logged(
+def test_pool_without_page_lock_is_used_and_logged(
     platform: SpyPlatform, memory: SharedMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
     platform.refuses = True

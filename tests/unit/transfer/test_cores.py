@@ -41,7 +41,7 @@ def test_new_threads_get_the_cores_of_every_thread() -> None:
     assert (inside, after) == (before, {max(before)})
 
 
-def test_timers_are_late_in_threads_that_start_meanwhile_and_nowhere_else() -> None:
+def test_timer_slack_is_set_only_for_threads_started_within() -> None:
     def slack_ns() -> int:
         return int(Path(f"/proc/{threading.get_native_id()}/timerslack_ns").read_text())
 

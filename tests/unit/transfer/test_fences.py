@@ -26,7 +26,7 @@ def test_forbidding_waits_for_a_write_that_is_under_way() -> None:
     thread.join()
 
 
-def test_a_grant_that_was_taken_back_is_refused_and_those_after_it_are_not() -> None:
+def test_revoked_grant_is_refused_and_later_ones_are_not() -> None:
     fence = RevokedFence()
     for generation in range(10, 10 + MAX_REVOKED + 5):
         if generation != 20:

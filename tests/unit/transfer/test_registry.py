@@ -65,7 +65,7 @@ def test_best_path_is_chosen_for_each_pair(
     assert [refused.path for refused in choice.refused] == better[: better.index(taken)]
 
 
-def test_every_better_path_that_is_not_taken_is_named_with_its_reason() -> None:
+def test_every_better_path_not_taken_is_named_with_reason() -> None:
     choice = registry.choose(on("cpu", "encode-0", host="elsewhere"), on("npu", "pd-0"))
     assert choice.refused == (
         NO_DEVICES,
@@ -148,7 +148,7 @@ def test_features_of_a_path_on_each_platform(
 
 
 @pytest.mark.parametrize("platform", ["cuda", "npu", "cpu"])
-def test_every_path_is_described_and_what_cannot_be_used_has_its_reason(platform: str) -> None:
+def test_each_path_is_described_or_has_a_reason(platform: str) -> None:
     described = {path: found for path, *found in registry.describe(platform, platform)}
     assert list(described) == [entry.name for entry in registry.PATHS]
     assert all(reason for _, reason in described.values())
@@ -183,7 +183,7 @@ def test_path_without_encryption_is_left_out_where_it_is_needed() -> None:
 
 
 @pytest.mark.parametrize("platform", ALL)
-def test_between_hosts_nixl_comes_before_what_copies_through_sockets(platform: str) -> None:
+def test_nixl_precedes_socket_paths_between_hosts(platform: str) -> None:
     ends = [on(platform, name, off_host=True, host=name) for name in ("encode-0", "pd-0")]
     assert registry.choose(*ends).endpoint.path == "nixl"
     same = [on(platform, name, off_host=True) for name in ("encode-0", "pd-0")]

@@ -76,7 +76,7 @@ ctypes.CDLL(None).syscall(EXIT_OF_ONE_THREAD, 0)
 """
 
 
-def test_a_process_whose_first_thread_has_ended_is_gone_when_its_last_has() -> None:
+def test_process_is_gone_when_its_last_thread_has_ended() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", LEADER_ENDS],
         stdin=subprocess.PIPE,
@@ -99,5 +99,5 @@ def test_a_pid_that_belongs_to_another_process_since_is_gone() -> None:
     assert process_is_gone(f"{pid}-{int(start) + 1}-{namespace}-{unique}")
 
 
-def test_a_process_of_another_pid_namespace_is_not_certainly_gone() -> None:
+def test_process_of_another_pid_namespace_is_not_certainly_gone() -> None:
     assert not process_is_gone("999999999-1-1-abc")

@@ -64,7 +64,7 @@ def publish(pool: str, publication: Publication) -> Path:
     return file
 
 
-def test_rank_0_publishes_the_paths_that_it_receives_by_until_it_closes(pool: str) -> None:
+def test_rank_0_publishes_its_receiving_paths_until_closed(pool: str) -> None:
     worker = endpoint(pool)
     found = read_publication(pool)
     assert [path.path for path in found.paths] == ["collective"]
@@ -176,7 +176,7 @@ def test_paths_of_unshared_memory_are_not_offered(
             assert worker.slab
 
 
-def test_memory_that_cannot_be_shared_ends_a_start_that_asks_for_its_path(pool: str) -> None:
+def test_unshareable_memory_ends_a_start_with_its_path(pool: str) -> None:
     platform = SharingPlatform()
     platform.refuses_to_share = True
     with pytest.raises(UnsupportedError, match="cannot be shared"):

@@ -61,7 +61,7 @@ def test_weights_differ_with_their_dtype(tmp_path: Path) -> None:
     assert of(tmp_path / "a", MODEL) != of(tmp_path / "b", MODEL, "I32")
 
 
-def test_a_folder_without_weights_or_with_half_of_them_is_refused(tmp_path: Path) -> None:
+def test_folder_without_weights_or_with_half_of_them_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no"):
         weights_of(tmp_path)
     write(tmp_path / "model.safetensors", MODEL)

@@ -49,7 +49,7 @@ def value(argv: Sequence[str], flag: str) -> str:
     return argv[list(argv).index(flag) + 1]
 
 
-def test_on_a_cpu_tuned_vllm_has_the_threads_and_executor_of_the_launchers_instances(
+def test_tuned_cpu_baseline_has_launcher_threads_and_executor(
     tmp_path: Path,
 ) -> None:
     peer = plain("cpu", ("2", "3"), tmp_path, "engine_args.seed=7", tuned=True)
@@ -68,7 +68,7 @@ def test_on_a_cpu_tuned_vllm_has_the_threads_and_executor_of_the_launchers_insta
     assert not any("epd_portable" in word for word in peer.argv if not word.startswith("/"))
 
 
-def test_on_a_cpu_stock_vllm_keeps_its_own_executor_and_threads_on_its_cores(
+def test_stock_cpu_baseline_has_its_own_executor_and_threads(
     tmp_path: Path,
 ) -> None:
     peer = plain("cpu", ("2", "3"), tmp_path, tuned=False)
@@ -76,7 +76,7 @@ def test_on_a_cpu_stock_vllm_keeps_its_own_executor_and_threads_on_its_cores(
     assert "OMP_NUM_THREADS" not in peer.env and EXECUTOR not in peer.argv
 
 
-def test_on_devices_plain_vllm_sees_its_devices_and_divides_the_model_among_them(
+def test_device_baseline_divides_the_model_among_devices(
     tmp_path: Path,
 ) -> None:
     peer = plain("cuda", ("4", "5"), tmp_path, tuned=True)

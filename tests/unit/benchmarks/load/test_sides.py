@@ -75,7 +75,7 @@ def test_two_sides_of_one_name_are_refused() -> None:
         read_sides(["a.yaml", "b.yaml"])
 
 
-def test_every_side_gets_the_same_cores_and_the_rest_is_for_the_others() -> None:
+def test_every_side_gets_same_cores_and_rest_is_for_others() -> None:
     counts = {"ours": 4, "replicas": 2, "one": 1, "url": 0}
     found = share_out(counts, cores=range(6), devices=None)
     assert found.units == {
@@ -95,7 +95,7 @@ def test_more_instances_than_cores_share_all_of_them() -> None:
     assert (found.binds_cores, found.rest) == (False, (0, 1))
 
 
-def test_instances_that_share_a_device_have_one_seat_and_peers_get_as_many_devices() -> None:
+def test_shared_device_counts_once_for_the_baselines() -> None:
     side = read_side("configs/1e1pd-one-device.yaml")
     whole = load_topology(ROOT / "configs/1e1pd-one-device.yaml", "cuda")
     apart = load_topology(ROOT / "configs/1e1pd.yaml", "cuda")
@@ -139,7 +139,7 @@ other_total 9
 """
 
 
-def test_counters_of_a_side_are_summed_over_labels_that_do_not_matter(
+def test_counters_are_summed_over_other_labels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []

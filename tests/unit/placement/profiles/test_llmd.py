@@ -123,7 +123,7 @@ def test_the_guides_file_picks_as_llm_d_does(
     assert picked == set(winners)
 
 
-def test_the_guides_file_has_items_encoded_apart_and_nothing_prefilled_apart() -> None:
+def test_configuration_of_the_guide_splits_only_encoding() -> None:
     found = guide()
     assert found.why_together(to_encode(pixels=1), pd("a")) == ""
     assert found.why_together(asked("prefill"), pd("a")) == "the handler decides so"

@@ -35,7 +35,7 @@ def test_configurations_of_llm_ds_shape_load_unchanged(path: Path) -> None:
     assert Policy(with_file(ChoiceSection(file=str(path)))).stages["decode"]
 
 
-def test_the_three_stages_of_a_configuration_are_chosen_by_their_profiles() -> None:
+def test_each_stage_is_chosen_by_its_profile() -> None:
     found = named("e-p-d")
     assert profiles(found) == {"decode": "decode", "encode": "encode", "prefill": "prefill"}
     assert (found.block_tokens, found.most_blocks) == (64, 64)
@@ -53,7 +53,7 @@ def test_the_three_stages_of_a_configuration_are_chosen_by_their_profiles() -> N
         assert chosen is not None and chosen.name == winner
 
 
-def test_stages_may_be_told_by_labels_and_profiles_called_as_one_likes() -> None:
+def test_stages_follow_labels_and_profiles_have_free_names() -> None:
     found = named("by-label")
     assert profiles(found) == {"encode": "vision", "decode": "talk"}
     assert (found.block_tokens, found.most_blocks) == (5, 128)
@@ -98,9 +98,7 @@ schedulingProfiles:
         ("- type: epd-profile-handler", True),
     ],
 )
-def test_without_a_decider_the_handler_says_whether_items_are_encoded_apart(
-    handler: str, encode_apart: bool
-) -> None:
+def test_handler_decides_encoding_without_a_decider(handler: str, encode_apart: bool) -> None:
     plugins = (
         "plugins:\n- type: decode-filter\n- type: encode-filter\n"
         "- type: always-disagg-multimodal-decider\n"
@@ -167,7 +165,7 @@ def test_policy_problems_are_reported_with_the_remedy(text: str, message: str) -
         policy(text)
 
 
-def test_every_type_makes_a_plugin_and_says_which_parameters_it_takes() -> None:
+def test_each_type_makes_a_plugin_and_lists_its_parameters() -> None:
     needed: dict[str, dict[str, Any]] = {"by-label": {"label": "a"}}
     for kind in BUILT_IN:
         assert make_plugin(kind, "mine", needed.get(kind, {})) is not None

@@ -287,7 +287,7 @@ def test_an_item_meets_who_has_it() -> None:
     assert scores(kind, there, asked()) == [0, 0, 0]
 
 
-def test_a_session_is_led_to_one_instance_and_keeps_it_when_others_leave() -> None:
+def test_session_stays_at_its_instance_when_others_leave() -> None:
     there = with_load(*[0] * 5)
     left = [each for each in there if each is not there[2]]
     # One scorer sees both, in turns.
@@ -306,7 +306,7 @@ def test_a_session_is_led_to_one_instance_and_keeps_it_when_others_leave() -> No
     assert list(scorer.score(asked(), there)) == [0] * 5
 
 
-def test_a_repeated_picture_meets_its_encoder_unless_that_is_too_busy() -> None:
+def test_repeated_image_goes_to_its_encoder_unless_busy() -> None:
     kind, need = "consistent-hash-scorer", to_encode("x")
     found = scores(kind, with_load(0, 0, 0, 0), need)
     assert found == scores(kind, with_load(0, 0, 0, 0), need)
@@ -338,7 +338,7 @@ def test_the_best_is_picked_and_equals_share() -> None:
     assert len({one.pick(to_encode(str(n)), pair, [1.0, 1.0]).name for n in range(16)}) == 2
 
 
-def test_chance_follows_scores_and_weights_and_is_the_same_for_the_same_request() -> None:
+def test_random_choice_follows_scores_and_repeats_by_request() -> None:
     found = picks("weighted-random-picker", [0.75, 0.25, 0.0])
     assert 380 < found["i0"] < 520
     assert found["i2"] == 0
