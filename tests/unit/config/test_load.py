@@ -76,9 +76,9 @@ def test_overrides_win_over_overlay_and_last_over_first() -> None:
             "instances: {both: {}}",
             "instances.both (line 2): unknown key; known are encode, prefill, decode",
         ),
-        ("instances: {prefill: {}}", "no instance answers requests"),
+        ("instances: {prefill: {}}", "no instance generates"),
         ("instances: {decode: {}}", "no instance prefills for the decode instances"),
-        ("instances: {encode_prefill: {}}", "no instance answers requests"),
+        ("instances: {encode_prefill: {}}", "no instance generates"),
         ("instances: {encode: {}, decode: {}}", "no instance takes the items"),
         (
             "instances: {prefill_decode: {encoder: false}, encode_prefill_decode: {}}",
@@ -86,7 +86,7 @@ def test_overrides_win_over_overlay_and_last_over_first() -> None:
         ),
         (
             "instances: {encode: {count: 0}, prefill_decode: {count: 0}}",
-            "no instance answers requests",
+            "no instance generates",
         ),
         (
             "instances: {prefill: {}, prefill_decode: {}}",
@@ -173,7 +173,7 @@ def test_file_of_encode_and_prefill_joins_fronts_elsewhere() -> None:
     assert parse_topology(text + join + secret, "cpu").launch.join == ["http://10.0.0.1:8000"]
     none = "model: demo\ninstances: {encode: {count: 0}, prefill_decode: {count: 0}}\n"
     assert any("none to join" in line for line in problems(none + join + secret))
-    assert any("no instance answers" in line for line in problems(none + secret))
+    assert any("no instance generates" in line for line in problems(none + secret))
     prefill = "model: demo\ninstances: {prefill: {count: 1}, encode_prefill: {count: 1}}\n"
     assert parse_topology(prefill + join + secret, "cpu").launch.join
     decode = "model: demo\ninstances: {decode: {}}\n"

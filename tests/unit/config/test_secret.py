@@ -137,7 +137,7 @@ def refused(check: SignatureCheck, signature: str, words: str, *request: Any) ->
 def test_a_signed_request_is_let_in_once() -> None:
     check, clock, signature = signed_check()
     check.check(signature, *ASKED)
-    error = refused(check, signature, "used before: sign each request anew")
+    error = refused(check, signature, "used before: sign each request again")
     assert (error.status, error.code) == (401, "unauthorized")
     check.check(HELD.sign(*ASKED, clock=clock), *ASKED)
     refused(check, OTHER.sign(*ASKED, clock=clock), "signature is wrong")
@@ -194,7 +194,7 @@ def test_signatures_are_bounded_and_forgotten_when_too_old(
     check, clock, signature = signed_check()
     check.check(signature, *ASKED)
     check.check(HELD.sign(*ASKED, clock=clock), *ASKED)
-    error = refused(check, HELD.sign(*ASKED, clock=clock), "ask less often")
+    error = refused(check, HELD.sign(*ASKED, clock=clock), "send fewer requests")
     assert (error.status, error.retry_after_s) == (503, 30)
     clock.now += 61
     check.check(HELD.sign(*ASKED, clock=clock), *ASKED)
@@ -205,4 +205,4 @@ def test_signatures_are_bounded_and_forgotten_when_too_old(
     "header", ["", "Bearer x", "EPD-HMAC", "EPD-HMAC time=1, nonce=ü, mac=\ud800", "EPD-HMAC " * 99]
 )
 def test_malformed_signature_is_refused_with_the_remedy(header: str) -> None:
-    assert refused(signed_check()[0], header, "ask by epd-launch").status == 401
+    assert refused(signed_check()[0], header, "use epd-launch").status == 401

@@ -88,7 +88,7 @@ def test_a_copy_without_an_event_is_waited_for_before_the_error(platform: SpyPla
 
 def test_a_lease_that_ended_before_the_write_touches_nothing(platform: SpyPlatform) -> None:
     target = torch.zeros(8, dtype=torch.uint8)
-    with pytest.raises(LeaseExpiredError, match="ask for a new grant"):
+    with pytest.raises(LeaseExpiredError, match="request a new grant"):
         DeviceCopies(platform, clock=lambda: 5.0).write(
             target, torch.ones(8, dtype=torch.uint8), after=PassedEvent(), deadline_s=5.0
         )
@@ -196,7 +196,7 @@ def test_pool_stays_page_locked_during_a_copy_without_its_owner(
     gone.unlink()
     write(writer, make_pool(gone.path.name))
     assert platform.unpinned == []
-    with pytest.raises(PeerLostError, match="made anew"):
+    with pytest.raises(PeerLostError, match="made again"):
         write(writer, gone)
     copy.finish()
     write(writer, make_pool())

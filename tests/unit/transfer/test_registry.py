@@ -156,7 +156,7 @@ def test_each_path_is_described_or_has_a_reason(platform: str) -> None:
     if platform == "cpu":
         assert usable == ["shm", "nixl", "collective", "tcp"]
         assert described["ipc"] == [False, NO_DEVICES.reason]
-        assert "only when asked for" in described["collective"][1]
+        assert "only when configured" in described["collective"][1]
     else:
         offered = registry.offered("auto", platform, off_host=True)
         assert usable == [each.name for each in offered]
