@@ -78,7 +78,7 @@ class Hints:
         model: Encoder model that encoders must have by their label; or empty.
         of_model: Encoders that have it, or no such label.
         generator: Engine that generates, if one is named; no header names it.
-        local: The engine that takes the items encodes them itself; no header says so.
+        local: The engine that takes the items encodes them itself, without a header.
     """
 
     prefiller: Instance | None = None
