@@ -298,9 +298,9 @@ def _sharing_warnings(
         if share and not any({**topology.env, **one.env}.get(share[0]) for one in groups.values()):
             variable, remedy = share
             yield (
-                f"device {device}: {_names(instances)} compute in turns, by which first tokens of "
-                "images came 1.2 to 1.3 times as late as one vLLM's (on one H200); set "
-                f"{variable} in instances.*.env, and {remedy}"
+                f"device {device}: {_names(instances)} compute in turns and without priorities, "
+                "by which first tokens of images came 1.2 to 1.3 times as late as one vLLM's (on "
+                f"one H200); set {variable} in instances.*.env, and {remedy}"
             )
         arguments = {
             name: {**topology.engine_args, **one.engine_args} for name, one in groups.items()

@@ -81,7 +81,9 @@ def test_memory_that_is_not_divided_well_is_warned_of(text: str, said: list[str]
 
 def test_instances_that_compute_in_turns_are_warned_of() -> None:
     (warning,) = plan(ONE_DEVICE.replace(SHARE, "{}")).warnings
-    assert warning.startswith("device 0: prefill_decode-0 and encode-0 compute in turns")
+    assert warning.startswith(
+        "device 0: prefill_decode-0 and encode-0 compute in turns and without priorities, "
+    )
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE in instances.*.env" in warning
     assert "nvidia-cuda-mps-control -d" in warning
     (warning,) = plan(ONE_DEVICE.replace(SHARE, "{}"), "npu").warnings
