@@ -47,6 +47,31 @@ def calls_of_all(method: str, *args: Any) -> list[Call]:
     return [(None, method, args)]
 
 
+class WeightChanges:
+    """Calls after which engines may have other weights.
+
+    Attributes:
+        are_new: Engines are to be compared again, see `epd_portable.placement.output_check`.
+    """
+
+    def __init__(self) -> None:
+        self.are_new = False
+        self._paused = False
+
+    def note(self, method: str) -> bool:
+        """Note a call that has ended; return whether to compare engines now.
+
+        A paused engine computes nothing, so engines that have paused are compared when they go on.
+        """
+        self.are_new |= method in ("collective_rpc", "wake_up")
+        self._paused = (
+            self._paused or method == "pause_scheduler"
+        ) and method != "resume_scheduler"
+        if compares := self.are_new and not self._paused:
+            self.are_new = False
+        return compares
+
+
 _FORGETS = (
     *("reset_encoder_cache", "reset_prefix_cache", "pause_scheduler", "sleep"),
     "release_kv_cache_memory",

@@ -32,7 +32,7 @@ from epd_portable.config.instance import EncodePriority
 from epd_portable.config.roles import ENCODES, TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
 from epd_portable.config.store import StoreSection
-from epd_portable.front.calls import call_elsewhere, calls_of_all
+from epd_portable.front.calls import WeightChanges, call_elsewhere, calls_of_all
 from epd_portable.front.engines import Engines, FrontEngine
 from epd_portable.front.exchange import GracefulHTTPError, admit, current
 from epd_portable.front.item_jobs import ItemJobs, new_transfer
@@ -178,6 +178,7 @@ class SplitClient(AsyncMPClient):
             )
         self.is_draining = False
         self._retries = RetryBudget()
+        self._weights = WeightChanges()
         traces = config.observability_config.otlp_traces_endpoint
         self._spans = Spans() if traces else None
         self._jobs = ItemJobs(
@@ -261,6 +262,8 @@ class SplitClient(AsyncMPClient):
             pairs = zip(engines, results, strict=True)
             found = [each for engine, said in pairs for each in said if engine.generates] or found
         self._jobs.resets += 1
+        if self._weights.note(method):
+            await self.engines.compare_again()
         if found:
             return found
         raise UnavailableError("no engine that generates is up")

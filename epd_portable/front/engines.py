@@ -269,6 +269,7 @@ class Engines:
 
     Attributes:
         pool: The engines as instances, to choose from.
+        compare: Begins to compare the encoder outputs of all engines again.
     """
 
     def __init__(
@@ -283,6 +284,7 @@ class Engines:
         caches: CacheSizes | None = None,
     ) -> None:
         self.pool = EndpointPool(caches=caches)
+        self.compare: Callable[[], None] = lambda: None
         self.by_name = {
             each.name: FrontEngine(each, self.pool.add(each), number)
             for number, each in enumerate(settings)
@@ -448,6 +450,14 @@ class Engines:
         """
         return _together(await self._ask_all(verb, name)).instances
 
+    async def compare_again(self) -> None:
+        """Have each API server compare encoder outputs again: weights may be others.
+
+        Raises:
+            RequestError: 503, a server is not there.
+        """
+        await self._ask_all("compare")
+
     async def page(self) -> bytes:
         """Return the metrics of all API servers in Prometheus' format; there are several."""
         together, registry = _together(await self._ask_all()), CollectorRegistry()
@@ -467,7 +477,9 @@ class Engines:
 
     def _act(self, verb: str, name: str) -> Seen:
         engine = self.by_name.get(name)
-        if verb == "join":
+        if verb == "compare":
+            self.compare()
+        elif verb == "join":
             self._join(msgspec.json.decode(name, type=EngineSettings))
         elif engine is not None and verb == "leave":
             self._leave(engine)

@@ -55,21 +55,31 @@ class WarmUp:
     async def start(self) -> None:
         """Warm up all pairs that are up, and from now on those that come."""
         self._engines.pool.watch(self._take)
+        self._engines.compare = self._compare_again
         for each in self._engines.pool.all:
             self._take(each)
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _take(self, changed: Instance) -> None:
+    def _compare_again(self) -> None:
+        """Send all pairs another item: what was compared was computed with other weights."""
+        self._warm.clear()
+        for engine in self._engines.by_name.values():
+            engine.samples.clear()
+        for each in self._engines.pool.all:
+            self._take(each, serves=True)
+
+    def _take(self, changed: Instance, *, serves: bool = False) -> None:
+        """Warm up new pairs of an engine, which is ready afterwards, unless it serves already."""
         comes = self._engines.by_name.get(changed.name)
         for encoder, taker in self._pairs(changed):
             names = encoder.name, taker.name
             first, second = (self._engines.by_name[each].client for each in names)
             if comes is not None and self._warm.get(names) != (first, second):
                 self._warm[names] = first, second
-                comes.warming += 1
+                comes.warming += not serves
                 self._engines.by_name[taker.name].unchecked.add(encoder.name)
-                task = asyncio.create_task(self._warm_up(comes, encoder, taker))
+                task = asyncio.create_task(self._warm_up(comes, encoder, taker, serves))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
@@ -88,7 +98,9 @@ class WarmUp:
         alone = dict.fromkeys(second for _, second in found) if self._can_encode else ()
         return [*((each, each) for each in alone), *found]
 
-    async def _warm_up(self, comes: FrontEngine, encoder: Instance, taker: Instance) -> None:
+    async def _warm_up(
+        self, comes: FrontEngine, encoder: Instance, taker: Instance, serves: bool
+    ) -> None:
         prefills = "decode" not in taker.duties
         hints = Hints(
             encoders=(encoder,),
@@ -111,7 +123,7 @@ class WarmUp:
             logger.warning("warm-up of %s and %s: %r", encoder.name, taker.name, error)
             return
         finally:
-            comes.warming -= 1
+            comes.warming -= not serves
             self._engines.end_check(taker.name, encoder.name, sample)
         how = [f"{each['source']} {each.get('path', '')}" for each in here.items.values()]
         logger.info("warm-up of %s and %s: %s", encoder.name, taker.name, ", ".join(how))

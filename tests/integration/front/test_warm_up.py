@@ -118,6 +118,9 @@ class SampledEngine(Engine):
         (request,) = (each for each in self.sent if each.request_id == request_id)
         return next((each for each in self._encoders if items_of(request) & items(each)), None)
 
+    async def call_utility_async(self, method: str) -> tuple[str, ...]:
+        return ("generate",)
+
     def says(self, request_id: str, end: FinishReason | None) -> None:
         (request,) = (each for each in self.sent if each.request_id == request_id)
         (item,) = items_of(request)
@@ -201,3 +204,28 @@ async def test_refused_engine_is_compared_when_it_joins_again(
     assert refused.instance.health.problem == ""
     client.engines.by_name["e-0"].instance.seen_gone("its process has ended")
     assert await encoder_of_a_request(front, engines) == "e-1"
+
+
+async def test_engines_are_compared_again_after_weights_change(
+    client: SplitClient, front: Front
+) -> None:
+    values = {"e-0": 1.0, "e-1": 1.0, "pd-0": 1.0}
+    encoders = [Engine(client, name) for name in ENCODERS]
+    pd = SampledEngine(client, encoders, values)
+    warm_up = WarmUp(front, client)
+    await warm_up.start()
+    values["e-1"] = 3.0  # It has missed the change.
+
+    async def change(*methods: str) -> str:
+        for method in methods:
+            await client.call_utility_all_async(method)
+        if warm_up._tasks:
+            await asyncio.wait(warm_up._tasks)
+        return client.engines.by_name["e-1"].instance.health.problem
+
+    assert await change("reset_prefix_cache") == ""
+    assert await change("pause_scheduler", "collective_rpc") == ""
+    assert "differ by 2 " in await change("resume_scheduler")
+    values["e-1"] = 1.0
+    assert await change("collective_rpc") == ""
+    assert len(items(pd)) == 9
