@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from epd_portable.config.secret import Secret
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.config.store import StoreSection
 from epd_portable.errors import CorruptEntryError, StoreError
-from epd_portable.transfer.stores.entry import Head, Seal
+from epd_portable.transfer.stores.entry import Head, Seal, namespace_of
 from epd_portable.transfer.stores.file import FileStore
 from epd_portable.wire.descriptors import TensorSpec
 
@@ -111,3 +113,17 @@ def test_a_key_of_another_form_leads_to_no_file(tmp_path: Path, key: str) -> Non
     for use in (lambda: store.has_caches([key]), lambda: store.discard(key)):
         with pytest.raises(StoreError, match="no key of an entry"):
             use()
+
+
+def test_platforms_have_namespaces_of_their_own(tmp_path: Path) -> None:
+    make_secret_file(str(tmp_path / "secret"))
+
+    def namespace(platform: Any, store: StoreSection | None) -> str:
+        config = InstanceConfig(
+            instance="e", platform=platform, store=store, secret_file=str(tmp_path / "secret")
+        )
+        return namespace_of(config, lambda: "model a")
+
+    store = StoreSection(kind="file", path=str(tmp_path), max_bytes=1 << 30)
+    assert len({namespace(each, store) for each in ("cpu", "cuda", "npu")}) == 3
+    assert namespace("cpu", None) == ""
