@@ -26,7 +26,7 @@ def test_single_engine_is_planned_for_any_counts(tmp_path: Path, role: Role) -> 
     assert {role: count for role, count in counts.items() if count} == {role: 1}
 
 
-async def test_a_name_has_its_addresses_once_each_and_one_without_is_refused() -> None:
+async def test_host_name_has_unique_addresses_or_is_refused() -> None:
     assert await addresses_of("http://localhost:8000") == ["127.0.0.1"]
     assert await addresses_of("http://[::1]:8000") == ["::1"]
     with pytest.raises(LaunchError, match=r"none\.invalid has no address"):
