@@ -201,9 +201,9 @@ FIRST_WORDS = re.compile(
 CODE_BUDGET = {
     "docstrings": 0,
     "docstrings of tests": 267,
-    "names of tests": 5,
-    "names of tests of more than 60 characters": 10,
-    "banned words": 320,
+    "names of tests": 0,
+    "names of tests of more than 60 characters": 0,
+    "banned words": 261,
 }
 """Most of each in the code. A change that lowers one sets the new number: they only fall."""
 

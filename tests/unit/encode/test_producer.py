@@ -180,7 +180,7 @@ def test_a_transfer_that_fails_here_ends_with_its_write(desk: Desk, state: str) 
 # -- duplicates, late, unknown and foreign messages ----------------------------------------------
 
 
-def test_a_transfer_that_fails_before_its_announcement_is_announced_first(desk: Desk) -> None:
+def test_transfer_failed_early_is_announced_first(desk: Desk) -> None:
     desk.submit()
     desk.session.fail(0, "reset")
     assert desk.poll() == ended("reset", ANNOUNCED, Abort(transfer_id="t", reason="reset"))

@@ -174,7 +174,7 @@ def test_start_without_health_ends_with_its_last_words() -> None:
         Topology({"x": [lambda: Process(ready_s=NEVER)]}).run(200.0)
 
 
-def test_pause_doubles_up_to_its_limit_while_a_process_keeps_dying() -> None:
+def test_restart_delay_doubles_up_to_its_limit() -> None:
     found = pauses(Topology({"x": [lambda: Process(dies_s=12.0)]}).run(200.0))
     assert found[:7] == ["1 s", "2 s", "4 s", "8 s", "16 s", "30 s", "30 s"]
 
@@ -224,7 +224,7 @@ def test_process_goes_on_where_its_silence_is_no_fault(
     assert topology.run(500.0) == ["start x"]
 
 
-def test_one_long_probe_is_no_silence() -> None:
+def test_single_long_probe_is_no_silence() -> None:
     """The launcher itself may have been stopped for a while."""
 
     class Stopped(Process):
@@ -267,7 +267,7 @@ def test_neighbours_that_died_together_start_again_one_at_a_time() -> None:
     assert abs(starts["start decode-0"] - starts["start encode-0"]) == pytest.approx(10.0, abs=0.7)
 
 
-def test_nothing_starts_while_a_neighbour_is_ended() -> None:
+def test_start_waits_while_a_neighbour_is_ended() -> None:
     ill = lambda: Process(silent=(30.0, NEVER), deaf=True)  # noqa: E731
     dies = lambda: Process(dies_s=52.0)  # noqa: E731
     topology = Topology({"encode-0": [dies, Process], "decode-0": [ill, Process]}, AFTER)
