@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from vllm.distributed import nixl_utils
 from vllm.distributed.ec_transfer import get_ec_transfer
 
@@ -48,6 +49,8 @@ class _WorkerMixin(_Worker):
     def init_device(self, *args: Any, **kwargs: Any) -> None:
         with timers_late() if self._on_cores() else nullcontext():
             super().init_device(*args, **kwargs)
+        if self._on_cores():
+            _permit_amx()
         connector = get_ec_transfer()
         runner: Any = self.model_runner
         second = self.vllm_config.use_v2_model_runner
@@ -134,6 +137,17 @@ class _WorkerMixin(_Worker):
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         get_ec_transfer().shutdown()
         super().shutdown(*args, **kwargs)
+
+
+def _permit_amx() -> None:
+    """Have the kernel permit Intel AMX to this process, if the processor has it.
+
+    vLLM's attention in bfloat16 (``cpu_attn``, 0.26 to 0.33) uses it without that, and relies on a
+    matrix product of oneDNN before, which asks for it. A step of a few tokens next to an encoder
+    may come first: it ended the engine by SIGILL.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
 
 
 def _second_mixins(runner: Any, *, encodes: bool) -> tuple[type, ...]:
