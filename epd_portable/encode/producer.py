@@ -162,7 +162,7 @@ class ProducerSession:
         self._transfers: dict[int, _Transfer] = {}
         """Transfers by attempt: one may be writing yet when its transfer is submitted again."""
         self._out = Actions()
-        # Not from 1: an answer to another life of this process must not fit.
+        # Not from 1: a reply to a former process must not fit.
         self._attempts = itertools.count(secrets.randbits(40) << 20)
 
     def __len__(self) -> int:

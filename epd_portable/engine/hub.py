@@ -80,13 +80,13 @@ class _Front:
     """Connection of one API server of a front.
 
     Attributes:
-        life: Session of all messages to it: another one if it was forgotten meanwhile.
+        session: Of all messages to it: another one if it was forgotten meanwhile.
         missed: Beats since its last message.
         jobs: At the engine; bytes of each.
     """
 
     name: str
-    life: str
+    session: str
     missed: int = 0
     jobs: dict[str, int] = field(default_factory=dict)
     arriving: _Arriving | None = None
@@ -129,7 +129,7 @@ class Hub:
         self._session = new_session()
         self._fronts: dict[bytes, _Front] = {}
         self._owners: dict[str, bytes] = {}
-        self._lives = self._unanswered = 0
+        self._sessions = self._unanswered = 0
         self._calls: set[asyncio.Task[None]] = set()
         self._held: set[str] = set()
         self._pace = Pace()
@@ -209,7 +209,7 @@ class Hub:
         if isinstance(message, Beat):
             self._beat(identity, message)
         elif front is None:
-            pass  # Forgotten: its next heartbeat shows it another life.
+            pass  # Forgotten: its next heartbeat shows it another session.
         elif isinstance(message, EncodeJob | KvJob):
             await self._begin(identity, front, message)
         elif isinstance(message, Cancel):
@@ -225,8 +225,8 @@ class Hub:
             if len(self._fronts) >= MAX_FRONTS:
                 logger.warning("front %s is not served: there are %d", beat.front, MAX_FRONTS)
                 return
-            self._lives += 1
-            self._fronts[identity] = _Front(beat.front, f"{self._session}-{self._lives}")
+            self._sessions += 1
+            self._fronts[identity] = _Front(beat.front, f"{self._session}-{self._sessions}")
             logger.info("front %s is here", beat.front)
             self._send_here(identity)
             held = [*self._held]
@@ -352,7 +352,7 @@ class Hub:
     def _send(self, identity: bytes, message: FromHub) -> None:
         """Send; dropped where the front does not read, or has gone."""
         front = self._fronts.get(identity)
-        data = jobs.encode(message, front.life if front else self._session)
+        data = jobs.encode(message, front.session if front else self._session)
         self._socket.send_multipart([identity, data], zmq.NOBLOCK)
 
     # -- of the engine ----------------------------------------------------------------------------

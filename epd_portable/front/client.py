@@ -247,7 +247,7 @@ class SplitClient(AsyncMPClient):
         In several calls where engines need one another: see `calls_of_all`.
         """
         found: list[Any] = []
-        if any(each.life is not None for each in self.engines.by_name.values()):
+        if any(each.follower is not None for each in self.engines.by_name.values()):
             call_elsewhere(method, *args)  # Refused before it reaches the others.
         self._jobs.resets += 1
         if method == "reset_encoder_cache":
@@ -363,7 +363,7 @@ class SplitClient(AsyncMPClient):
 
     def _choose_prefill(self, job: OpenRequest, exclude: Collection[str]) -> FrontEngine | None:
         engines = self.engines.by_name
-        full = {each.name for each in engines.values() if each.life is not None and each.is_full}
+        full = {each.name for each in engines.values() if each.follower and each.is_full}
         for each in engines.values():
             if each.instance.role in TAKES_KV:
                 full |= each.misfits
@@ -527,7 +527,7 @@ class SplitClient(AsyncMPClient):
                 settled[name] = "local_first"
             elif name in engine.holds:
                 settled[name] = "held"
-            elif engine.life is None and name in one.stored and one.stored[name].usable:
+            elif engine.follower is None and name in one.stored and one.stored[name].usable:
                 settled[name] = "stored"
         if self._can_encode:
             for name in one.selection.stay(one.items, engine.instance):
@@ -609,7 +609,7 @@ class SplitClient(AsyncMPClient):
             if self._policy is not None and self._policy.wants_loads:
                 engine.report(stats)
         outputs.outputs = [each for each in outputs.outputs if self._take_output(engine, each)]
-        if engine.life is None:  # vLLM counts by the engines of the start.
+        if engine.follower is None:  # vLLM counts by the engines of the start.
             self._outputs.put_nowait(outputs)
 
     def _fail_job(self, job: str, failure: EncodeFailure) -> None:

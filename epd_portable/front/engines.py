@@ -2,7 +2,7 @@
 
 An engine (`epd_portable.engine.core`) connects to the Unix socket of each API server
 and sends its name, receives the address of that server's client, and reports when it is ready.
-vLLM's client lives as long as the connection: what it closes by is the death of either side. API
+vLLM's client lasts as long as the connection, which the death of either side closes. API
 servers exchange their counts by the same sockets, and share nothing else.
 """
 
@@ -110,9 +110,9 @@ class FrontEngine:
     Attributes:
         instance: Its state and what is counted of it.
         index: Its label in vLLM's metrics.
-        client: vLLM's client of its present life; ``None`` while it is down.
+        client: vLLM's client of its present process; ``None`` while it is down.
         holds: Items in its encoder cache, as far as it has reported (`CacheNews`).
-        fingerprint: See `epd_portable.wire.fingerprint`; empty before its first life.
+        fingerprint: See `epd_portable.wire.fingerprint`; empty before its first process.
         namespace: Of the store's entries that it loads; empty for none.
         misfits: Engines whose items it refuses.
         samples: Encoder outputs of one item, as it got them from other engines, by their name, and
@@ -121,7 +121,7 @@ class FrontEngine:
         unchecked: Engines whose outputs are to be compared.
         running: Requests that it computes, of all senders, by its last report; vLLM reports to
             one API server how many, others whether there are any.
-        life: Follows one on another machine, until it has left; ``None`` for others.
+        follower: Follows one on another machine, until it has left; ``None`` for others.
         leaving: It is forgotten when nothing of it is needed.
         warming: Number of its pairs that are warmed up at present.
     """
@@ -138,7 +138,7 @@ class FrontEngine:
         self.compared: dict[str, Comparison] = {}
         self.unchecked: set[str] = set()
         self.running = 0
-        self.life: asyncio.Task[None] | None = None
+        self.follower: asyncio.Task[None] | None = None
         self.leaving = False
         self.warming = 0
 
@@ -180,7 +180,7 @@ class FrontEngine:
     def is_full(self) -> bool:
         """Return whether it has as many jobs as it takes."""
         one = self.instance
-        jobs = one.jobs + one.elsewhere if self.life is None else one.load
+        jobs = one.jobs + one.elsewhere if self.follower is None else one.load
         return jobs >= self.settings.max_queued_items
 
     async def add(self, request: EngineCoreRequest) -> None:
@@ -198,7 +198,7 @@ class FrontEngine:
             raise WentDownError("has failed") from error
 
     async def abort(self, client: Any, request_id: str) -> None:
-        """End a request that was sent to it, if it is still in the life that `client` is of."""
+        """End a request that was sent to it, if it is still in the process that `client` is of."""
         if client is not None and client is self.client:
             with contextlib.suppress(EngineDeadError):  # The request has ended with it.
                 await client.abort_requests_async([request_id])
@@ -254,7 +254,7 @@ def _worst(same: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Engines:
-    """Waits for engines, and follows each through its lives.
+    """Waits for engines, and follows each through its restarts.
 
     Args:
         settings: Of each engine.
@@ -299,7 +299,7 @@ class Engines:
         self._secret = secret
         self._name = f"{socket.gethostname()}:{paths[0]}"
         self._numbers = itertools.count()
-        self._lives: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self) -> None:
         """Take engines in from now on."""
@@ -318,7 +318,7 @@ class Engines:
         """
         known = self.by_name.get(settings.name)
         if known is not None and (
-            known.life is None or (known.settings.url != settings.url and known.client is not None)
+            not known.follower or (known.settings.url != settings.url and known.client is not None)
         ):
             raise RequestError(
                 f"instance {settings.name!r} is at {known.settings.url or 'this front'}: take "
@@ -348,20 +348,20 @@ class Engines:
         engine = FrontEngine(settings, instance, len(self.by_name))
         self.by_name[engine.name] = engine
         logger.info("engine %s at %s joins", engine.name, settings.url)
-        engine.life = asyncio.create_task(self._follow(engine))
-        self._lives.add(engine.life)
-        engine.life.add_done_callback(self._lives.discard)
-        engine.life.add_done_callback(_said)
+        engine.follower = asyncio.create_task(self._follow(engine))
+        self._tasks.add(engine.follower)
+        engine.follower.add_done_callback(self._tasks.discard)
+        engine.follower.add_done_callback(_said)
 
     def _leave(self, engine: FrontEngine) -> None:
         """Give an engine nothing more, and forget it when nothing of it is needed."""
-        if engine.leaving or engine.life is None:
+        if engine.leaving or engine.follower is None:
             return
         engine.leaving = True
         engine.instance.health.drain()
         task = asyncio.create_task(self._see_off(engine))
-        self._lives.add(task)
-        task.add_done_callback(self._lives.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _see_off(self, engine: FrontEngine) -> None:
         await engine.instance.wait_idle()
@@ -370,14 +370,14 @@ class Engines:
             self._remove(engine)
 
     def _remove(self, engine: FrontEngine) -> None:
-        assert engine.life is not None
-        engine.life.cancel()
+        assert engine.follower is not None
+        engine.follower.cancel()
         del self.by_name[engine.name]
         self._forget_samples(engine)
         self.pool.remove(engine.name)
 
     async def _follow(self, engine: FrontEngine) -> None:
-        """Follow an engine of another machine through its lives."""
+        """Follow an engine of another machine through its restarts."""
         settings = engine.joined_as
         while True:
             peer = Peer(
@@ -435,7 +435,7 @@ class Engines:
 
     def _close(self) -> None:
         self._server.close()
-        for each in self._lives:
+        for each in self._tasks:
             each.cancel()
 
     async def seen(self, verb: str = "", name: str = "") -> list[dict[str, Any]]:
@@ -493,8 +493,8 @@ class Engines:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._lives.add(task)
-        task.add_done_callback(self._lives.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         task.add_done_callback(_said)
         # Cancelled by `_close` alone, which asyncio's streams would report as an error.
         with contextlib.closing(writer), contextlib.suppress(asyncio.CancelledError):
@@ -505,14 +505,14 @@ class Engines:
             elif engine is None:
                 logger.warning("an engine of the unknown name %r is sent away", name)
             else:
-                await self._life(engine, reader, writer)
+                await self._connect(engine, reader, writer)
 
-    async def _life(
+    async def _connect(
         self, engine: FrontEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         path = Path(f"{self._path}-{engine.name}-{next(self._numbers)}")
         try:
-            await self._life_at(f"ipc://{path}", engine, reader, writer)
+            await self._serve_at(f"ipc://{path}", engine, reader, writer)
         finally:
             self._remove_sockets(path)
 
@@ -522,7 +522,7 @@ class Engines:
         for each in path.parent.glob(f"{path.name}-*"):
             each.unlink(missing_ok=True)
 
-    async def _life_at(
+    async def _serve_at(
         self,
         place: str,
         engine: FrontEngine,
@@ -651,8 +651,8 @@ class Engines:
         engine.running = 0
         engine.instance.health.seen_up()
         try:
-            async with asyncio.TaskGroup() as life:
-                pump = life.create_task(self._pump(engine, client))
+            async with asyncio.TaskGroup() as group:
+                pump = group.create_task(self._pump(engine, client))
                 await gone
                 pump.cancel()
         finally:

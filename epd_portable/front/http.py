@@ -152,7 +152,7 @@ class FrontMiddleware:
         if (method, name) == ("GET", ""):
             return JSONResponse({"front": _here(), "instances": await engines.seen()})
         if known and (method, verb) == ("DELETE", ""):
-            if engines.by_name[name].life is None:
+            if engines.by_name[name].follower is None:
                 text = f"instance {name!r} belongs to this front: stop its launcher, or drain it"
                 raise RequestError(text, status=409, code="not_joined")
             method, verb = "POST", "leave"

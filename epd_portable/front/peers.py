@@ -1,7 +1,7 @@
 """Engines of other machines, as a front has them: a client of the hub of each.
 
 `Peer` is to `epd_portable.front.engines.FrontEngine` what vLLM's client of a local engine is. It
-lives until the hub is gone, or has forgotten this front, and is replaced then.
+lasts until the hub is gone, or has forgotten this front, and is replaced then.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Peer:
     Attributes:
         here: What the hub last reported of its engine.
         problem: Why the engine cannot be used, or empty.
-        ended: Why this life is over, or empty.
+        ended: Why this connection is over, or empty.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class Peer:
         self._failed = failed
         self._loaded = loaded
         self._session = new_session()
-        self._life = ""
+        self._hub_session = ""
         self._missed = 0
         self._resets = itertools.count()
         self._awaited: dict[str, asyncio.Future[None]] = {}
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._met, self._gone = asyncio.Event(), asyncio.Event()
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        # What waits for a hub that is away must not reach its next life.
+        # What waits for a hub that is away must not reach the next process there.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # Open requests hold these bytes anyway.
@@ -237,26 +237,26 @@ class Peer:
             data = await self._socket.recv()
             self._missed = 0
             try:
-                message, life = jobs.decode_from_hub(data)
+                message, session = jobs.decode_from_hub(data)
             except ProtocolError as error:
                 self._complain(str(error))
                 continue
             if isinstance(message, VersionRefused):
                 self._complain(message.reason)
             elif isinstance(message, Here):
-                self._take_here(message, life)
-            elif self._met.is_set() and life == self._life:
+                self._take_here(message, session)
+            elif self._met.is_set() and session == self._hub_session:
                 self._take_answer(message)
 
-    def _take_here(self, here: Here, life: str) -> None:
+    def _take_here(self, here: Here, session: str) -> None:
         if here.name != self._name:
             self._complain(f"engine {here.name} is there")
-        elif self._met.is_set() and life != self._life:
+        elif self._met.is_set() and session != self._hub_session:
             self._end("it has forgotten this front")
         elif here.kv and here.kv != (own := kv_form(self._config)):
             self._complain(f"its KV is {here.kv}; read here is {own}")
         elif here.well:
-            self.here, self._life = here, life
+            self.here, self._hub_session = here, session
             self._loaded(here.load)
             self._met.set()
         elif self._met.is_set():

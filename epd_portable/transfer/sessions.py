@@ -1,4 +1,4 @@
-"""Sessions, which name one life of a process, and whether such a process is gone."""
+"""Sessions, which name processes, and whether such a process is gone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from epd_portable.wire.descriptors import PeerDescriptor
 
 
 def new_session() -> str:
-    """Return a unique name for this life of the process, see `process_is_gone`."""
+    """Return a unique name for this process, see `process_is_gone`."""
     pid = os.getpid()
     _, start = _process(pid)
     return f"{pid}-{start}-{_pid_namespace()}-{uuid.uuid4().hex[:12]}"

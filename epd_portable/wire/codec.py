@@ -21,7 +21,7 @@ MAX_MESSAGE_BYTES = 16 * 1024
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A message with the sender's protocol version, and the name of one life of its process."""
+    """A message with the sender's protocol version, and the name of one process."""
 
     protocol: int
     session: Name

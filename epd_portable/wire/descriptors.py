@@ -86,7 +86,7 @@ class PeerDescriptor(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         instance: For example ``encode-0``.
-        session: Identifies one life of the process.
+        session: Identifies the process; a restarted one has another.
         host: Equal for ends that share a host and its ``/dev/shm``.
         device: Platform and index, for example ``cpu`` or ``npu:0``.
         fingerprint: See `epd_portable.wire.fingerprint`.

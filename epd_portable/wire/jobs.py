@@ -16,7 +16,7 @@ Fields of an item are named tensors; each end makes vLLM's own types of them. Th
 `ALIGNMENT`. So no message is larger than a hub accepts before it has checked a key.
 
 Two things are equal in every version, so that other versions are refused at once: `VersionRefused`,
-and the `epd_portable.wire.codec.Envelope`, whose session names one life of the sender.
+and the `epd_portable.wire.codec.Envelope`, whose session names one process of the sender.
 """
 
 from __future__ import annotations

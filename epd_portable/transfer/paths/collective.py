@@ -118,7 +118,7 @@ class CollectiveWriter(PathWriter):
         with self._lock:
             link = self._links.get(item.address)
             if link is None or link.closed:
-                # A consumer that restarts has another address: links to its former life are over.
+                # A consumer that restarts has another address: links to the former one are over.
                 gone = [known for known, each in self._links.items() if each.is_over()]
                 over = [self._links.pop(known) for known in gone]
                 link = self._links[item.address] = _Link(self.copies, item.address)

@@ -180,7 +180,7 @@ def front(config: Any, tmp_path: Path) -> Iterator[Callable[..., SplitClient]]:
 
     yield make
     for each in made:
-        for task in each.engines._lives:
+        for task in each.engines._tasks:
             task.cancel()
 
 
@@ -390,7 +390,7 @@ async def test_front_that_leaves_ends_its_jobs(front: Any, elsewhere: Begin) -> 
     await until_async(lambda: client.engines.by_name["e-far"].instance.health.usable)
     await client.add_request_async(asked("r", image("A")))
     await until_async(lambda: far.core.requests)
-    for task in client.engines._lives:
+    for task in client.engines._tasks:
         task.cancel()
     await until_async(lambda: not far.core.open())
     assert far.hub.jobs == 0
