@@ -21,6 +21,7 @@ from epd_portable.encode.host_copies import HostCopies
 from epd_portable.encode.producer import TransferOrder
 from epd_portable.encode.two_levels import HostOrders
 from epd_portable.errors import EngineError
+from epd_portable.items.output_sample import OutputSampler
 from epd_portable.items.placer import EncodeOrder, WorkerOrders
 from epd_portable.platforms import registry
 from epd_portable.platforms.traits import TRAITS
@@ -107,7 +108,7 @@ def hooking(
     if encodes:
         connector._sender = host
     else:
-        connector._rank = 0
+        connector._rank, connector._sampler = 0, OutputSampler(0)
         connector.encoder = StepEncoder(lambda item: torch.full((1, 3), 7.0))
     connector._missing, connector._unreported = set(), set()
     connector._config = SimpleNamespace(can_encode=True)

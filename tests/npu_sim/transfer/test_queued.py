@@ -128,8 +128,8 @@ def test_a_slot_comes_back_only_when_the_copy_into_it_has_ended(
     [
         "copies.DeviceCopies.queue",
         "copies.QueuedCopy.finish",
-        "outputs._trace_begun",
-        "outputs._ended",
+        "writers.trace",
+        "writers._ended",
     ],
 )
 def test_a_copy_that_fails_ends_its_transfer_and_no_other(
@@ -137,7 +137,7 @@ def test_a_copy_that_fails_ends_its_transfer_and_no_other(
 ) -> None:
     encode.run("from epd_portable.transfer import copies")
     encode.run("from epd_portable.errors import PlatformError")
-    encode.run("from epd_portable.encode import outputs")
+    encode.run("from epd_portable.encode import writers")
     encode.run(f"real = {call}")
     encode.run(
         "def fail(*args, **options):\n"
