@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,9 @@ class Deployment:
     def problem(self, name: str) -> str:
         """Return what the front shows of a failure between an engine and others."""
         front = FrontClient(self.split.url, Secret.read(str(self.secret_file)))
-        return next(each["problem"] for each in front.instances() if each["name"] == name)
+        return next(
+            each["problem"] for each in asyncio.run(front.instances()) if each["name"] == name
+        )
 
     def compare(self, content: Any, answer: Answer) -> None:
         """Check that a response is close to one process's, with every item from an encoder."""
