@@ -243,7 +243,7 @@ def test_pool_larger_than_the_device_is_refused_with_a_remedy(
     with within(SOON_S):
         told = small.tell(f"WorkerEndpoint(config(path='ipc', pool_bytes={TOO_LARGE}), copies)")
     assert told.startswith(
-        f"CapacityError: no room for {TOO_LARGE} bytes of encoder outputs on npu device 1, which "
+        f"CapacityError: no space for {TOO_LARGE} bytes of encoder outputs on npu device 1, which "
         "has "
     )
     assert told.endswith(
@@ -278,7 +278,7 @@ def test_item_larger_than_free_memory_is_an_error_with_a_remedy(
     with within(SOON_S):
         told = small.tell("placer.carry_out(orders, cache)")
     assert told.startswith(
-        f"CapacityError: no room for item cat of {nbytes} bytes ({nbytes} in this step) on npu "
+        f"CapacityError: no space for item cat of {nbytes} bytes ({nbytes} in this step) on npu "
         "device 1, which has "
     )
     assert "lower gpu_memory_utilization" in told
