@@ -190,7 +190,7 @@ def main(*, prefills: bool = False) -> None:
             # A decode engine finds the image in the KV that it reads.
             for expected in ('"source":"prefix_cache"',) if prefills else by_transfer:
                 if expected not in answer.replace('": ', '":'):
-                    sys.exit(f"ask: {expected} is not in the answer:\n{answer}")
+                    sys.exit(f"ask: {expected} is not in the response:\n{answer}")
             shared = f"{'prefill' if prefills else 'encode'}-0@{SHARED[0]}"
             _faults(machine, folder, shared, "prefix_cache" if prefills else "transfer")
             for name in ("gateway", *(f"engine {host}" for host in SHARED)):
@@ -201,7 +201,7 @@ def main(*, prefills: bool = False) -> None:
             left = _finish(machine, "ask", steps, folder)
             if "encode-0@" in left or '"source":"local"' not in left.replace('": ', '":'):
                 sys.exit(f"without encoders the first host responded:\n{left}")
-            print("ask: the first host serves alone", flush=True)
+            print("the first host serves alone", flush=True)
             for host in FRONTS:
                 _stop(f"front {host}", running[f"front {host}"], folder)
     finally:

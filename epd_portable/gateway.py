@@ -166,7 +166,7 @@ class Gateway:
             timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
             try:
                 async with self._session.get(front.url / "health", timeout=timeout) as answer:
-                    self._note(front, "" if answer.status == 200 else f"said {answer.status}")
+                    self._note(front, "" if answer.status == 200 else f"status {answer.status}")
             except (aiohttp.ClientError, TimeoutError) as error:
                 self._note(front, str(error) or f"no response within {PROBE_TIMEOUT_S:g} s")
             await asyncio.sleep(PROBE_INTERVAL_S)
@@ -263,7 +263,7 @@ class Gateway:
                     is_last = not body.may_be_sent_again or not self._choose(session, tried)
                     if answer.status not in _BUSY or is_last:
                         return await self._pass_on(request, answer, front)
-                    why = f"said {answer.status}"
+                    why = f"status {answer.status}"
             except aiohttp.ClientConnectorError as error:
                 why = str(error)
                 self._note(front, why)
@@ -357,7 +357,7 @@ async def serve(
 
     Args:
         drain_s: Longest time that open requests have then.
-        say: Takes what happens, and a text about it.
+        say: Takes each event, and a text about it.
         tls: Of its own address.
 
     Raises:

@@ -25,7 +25,7 @@ json_option = click.option(
 
 
 def finish(made: report.Report, json_file: Path | None) -> None:
-    """Print the tables and write the JSON that was asked for.
+    """Print the tables and write the requested JSON.
 
     Raises:
         MeasurementError: It cannot be written; the tables have been printed by then.

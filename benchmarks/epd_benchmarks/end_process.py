@@ -26,18 +26,18 @@ class EndProcess:
     pipe: Connection[Command, CommandDone]
 
     def send(self, command: Command) -> None:
-        """Send a command; to one that has ended `receive` says so."""
+        """Send a command; `receive` reports a process that has ended."""
         with contextlib.suppress(BrokenPipeError):
             self.pipe.send(command)
 
     def receive(self, timeout_s: float) -> CommandDone:
-        """Return its answer: when it is ready, then to each command.
+        """Return its reply: when it is ready, then to each command.
 
         Raises:
             MeasurementError: It has ended, or did not reply in time.
         """
         if not self.pipe.poll(timeout_s):
-            raise MeasurementError(f"{self.name} did not answer in {timeout_s:g} s")
+            raise MeasurementError(f"{self.name} did not reply in {timeout_s:g} s")
         try:
             return self.pipe.recv()
         except (EOFError, ConnectionResetError) as error:

@@ -1,7 +1,7 @@
 """The two processes of `transfer`: a real sender and a real receiver, without an engine.
 
 ``python -m epd_benchmarks.ends produce|consume CONFIG DESCRIPTOR`` takes commands from the
-`multiprocessing` connection of that file descriptor, and answers each. On devices nothing is
+`multiprocessing` connection of that file descriptor, and replies to each. On devices nothing is
 measured by when it was queued: outputs are complete before they are handed over, and copies are
 waited for.
 """

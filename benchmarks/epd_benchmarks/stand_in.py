@@ -45,7 +45,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommandDone(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of an end: when it is ready, then once for each transfer.
+    """The reply of an end: when it is ready, then once for each transfer.
 
     Attributes:
         at_s: When the output was there, of the producer; when the placed tensor could be read, of

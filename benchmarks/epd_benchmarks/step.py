@@ -1,9 +1,9 @@
 """``epd-bench step``: what a prefill+decode instance's engine pays for this package in every step.
 
-A real `ItemShell`, called as vLLM's scheduler calls it: it asks about every request that decodes,
-in every step; requests that wait for their items sleep and are not asked about. Nothing is
-computed, so what is measured is the package's own work. Beside it, in turns, the same loop with a
-question that does nothing: what the engine pays for asking at all.
+A real `ItemShell`, called as vLLM's scheduler calls it: it queries every request that decodes,
+in every step; requests that wait for their items sleep and are not queried. Nothing is computed,
+so what is measured is the package's own work. In turns with it, the same loop with a query that
+does nothing: what the engine pays for a query at all.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def make_report(cases: Sequence[StepCase]) -> Report:
         conditions=conditions(),
         notes=(
             "A receiver with a real pool and control channel, no engine and no model; the loop "
-            "that asks is Python's, as vLLM's is.",
-            "Ratio: that work by as many calls of a function that only answers yes.",
+            "that queries is Python's, as vLLM's is.",
+            "Ratio: that work by as many calls of a function that only returns true.",
         ),
         tables={"Times in µs": [*map(_row, cases)]},
         summary={},
@@ -130,7 +130,7 @@ class _Engine:
         self.running.append(request)
 
     def step(self) -> tuple[float, float]:
-        """Do what a step makes the package do, and ask as many idle questions."""
+        """Do what a step makes the package do, and as many idle queries."""
         receiver, prefill = self.receiver, self.prefill
         incomplete = receiver.cache.incomplete
 

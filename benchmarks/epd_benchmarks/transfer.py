@@ -58,7 +58,7 @@ class TransferCase:
     memcpy_s: list[float] = field(default_factory=list)
 
     def add(self, sent: CommandDone, placed: CommandDone) -> None:
-        """Add a transfer by what its two ends say."""
+        """Add a transfer by the reports of its two ends."""
         self.total_s.append(placed.at_s - sent.at_s)
         self.placing_s.append(placed.at_s - placed.step_s)
         self.memcpy_s.append(sent.memcpy_s)
@@ -74,13 +74,13 @@ class TransferCase:
 def choose_paths(
     asked: Sequence[str], platform: str, devices: int
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the transfer paths to measure: those asked for, or all between these devices.
+    """Return the transfer paths to measure: those requested, or all between these devices.
 
     Returns:
-        The paths, and those that were not asked for and cannot be measured, with the reason.
+        The paths, and those that were not requested and cannot be measured, with the reason.
 
     Raises:
-        ConfigError: A path that was asked for cannot be measured.
+        ConfigError: A requested path cannot be measured.
     """
     described = registry.describe(platform, platform)
     reasons = {name: reason for name, usable, reason in described if not usable}
@@ -169,7 +169,7 @@ class _Pair:
     consumer_config: InstanceConfig
 
     def move(self, case: TransferCase, number: int) -> tuple[CommandDone, CommandDone]:
-        """Move one item; return what the producer and what the consumer says of it."""
+        """Move one item; return the reports of the producer and of the consumer."""
         command = Command(
             name=f"item-{number}",
             num_tokens=case.nbytes // TOKEN_BYTES,

@@ -89,7 +89,7 @@ def find_hardware(name: str, platform: str | None) -> HardwareProfile:
     if platform not in (None, profile.platform):
         raise ConfigError(
             f"--hardware {path.stem} is a profile of platform {profile.platform}, and "
-            f"--platform (or {envs.EPD_PLATFORM.name}) says {platform}; leave --platform out, or "
+            f"--platform (or {envs.EPD_PLATFORM.name}) is {platform}; leave --platform out, or "
             "choose another profile"
         )
     return profile

@@ -1,4 +1,4 @@
-"""The bundled demo model: a tiny Qwen2.5-VL that answers questions about drawn images."""
+"""The bundled demo model: a tiny Qwen2.5-VL for questions about drawn images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawn images with questions and exact answers, each made from one integer seed.
+"""Drawn images with questions and exact responses, each made from one integer seed.
 
 An image shows one to four shapes of the same kind and colour on a plain background. The same
 seed always gives the same scene; training and scoring use disjoint ranges of seeds.
@@ -72,7 +72,7 @@ def article(word: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """Content of an image; every answer follows from it."""
+    """Content of an image; every response follows from it."""
 
     shape: str
     colour: str
@@ -80,7 +80,7 @@ class Scene:
     count: int
 
     def answer(self, kind: QuestionKind) -> str:
-        """Return the one right answer to the question of this kind."""
+        """Return the one right response to the question of this kind."""
         number = COUNT_WORDS[self.count - 1]
         subject = f"{number} {self.colour} {PLURALS[self.shape]}"
         if self.count == 1:

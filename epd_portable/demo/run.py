@@ -1,7 +1,7 @@
 """``python -m epd_portable.demo.run``: an image's way through two instances, shown and checked.
 
 Starts one encode and one prefill+decode instance and their front, sends a question about an
-image that it draws and prints the answer; then sends it to plain vLLM in one process and
+image that it draws and prints the response; then sends it to plain vLLM in one process and
 compares tokens and log-probabilities.
 """
 
@@ -68,7 +68,7 @@ def request_answer(url: str, picture: Picture) -> Completion:
     url = f"{url}/v1/chat/completions"
     response = httpx.post(url, json=body, timeout=_TIMEOUT_S, trust_env=False)
     if response.status_code != httpx.codes.OK:
-        raise EPDError(f"{url} answered {response.status_code}: {response.text}")
+        raise EPDError(f"{url} returned status {response.status_code}: {response.text}")
     answer = response.json()
     choice = answer["choices"][0]
     steps = choice["logprobs"]["content"]
@@ -96,7 +96,7 @@ def difference(split: Completion, reference: Completion) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo; return 0 only if both ways give the same answer."""
+    """Run the demo; return 0 only if both ways give the same response."""
     parser = argparse.ArgumentParser(prog="python -m epd_portable.demo.run", description=__doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/1e1pd.yaml"))
     parser.add_argument("--platform", default="cpu", choices=PLATFORMS)

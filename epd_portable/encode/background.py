@@ -134,7 +134,7 @@ class StepEncoder:
         priority: What the turns prefer.
 
     Attributes:
-        turns: Steps take them; a step never waits where nothing is encoded beside it.
+        turns: Steps take them; a step never waits where nothing is encoded next to it.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class StepEncoder:
         return failed, placed
 
     def close(self) -> None:
-        """Do nothing: no encoding goes on between steps."""
+        """Do nothing: no encoding continues between steps."""
 
     def _keep(
         self, mm_hash: str, output: torch.Tensor | None, encoder_cache: dict[str, torch.Tensor]
@@ -262,7 +262,7 @@ def _traced(
     try:
         return encode(encoding)
     except Exception:
-        logger.exception("item %s could not be encoded beside the steps", encoding.mm_hash)
+        logger.exception("item %s could not be encoded next to the steps", encoding.mm_hash)
         return None
     finally:
         trace("encode.end", items=[encoding.mm_hash])

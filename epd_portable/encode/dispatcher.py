@@ -1,4 +1,4 @@
-"""Encode scheduler: which item goes to which consumer, and how long its room is kept."""
+"""Encode scheduler: which item goes to which consumer, and how long its space is reserved."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class EncodedItem:
 
 
 class Dispatcher:
-    """Turns encode requests into transfer orders when their items get room.
+    """Turns encode requests into transfer orders when their items get space.
 
-    An item's room in the encoder cache is kept for its transfer beyond the life of the request:
-    the request is finished once its items are encoded, the transfer when the consumer said so.
+    An item's space in the encoder cache is reserved for its transfer beyond the end of the request:
+    the request is finished once its items are encoded, the transfer when the consumer confirms it.
 
     Args:
         secret: Of the deployment; a front proves with it that it ordered a transfer.
@@ -116,11 +116,11 @@ class Dispatcher:
         return self._waiting.pop(request_id, [])
 
     def consumer(self, request_id: str) -> str:
-        """Return whom a request's items are for, of several the first; empty for nobody."""
+        """Return the consumer of a request's items, of several the first; empty for none."""
         return min((order.consumer for order in self._waiting.get(request_id, ())), default="")
 
     def take_orders(self, scheduled: Iterable[str]) -> list[TransferOrder]:
-        """Return the orders whose items got room by this step, for the worker."""
+        """Return the orders whose items got space by this step, for the worker."""
         taken = []
         for request_id in scheduled:
             orders = self._waiting.get(request_id)
@@ -144,7 +144,7 @@ class Dispatcher:
         self._under_way.clear()
 
     def transfers_ended(self, transfer_ids: Iterable[str]) -> None:
-        """Give back the room of items whose transfers have ended, well or not."""
+        """Release the space of items whose transfers have ended, well or not."""
         for transfer_id in self._under_way.keys() & set(transfer_ids):
             _, item = self._under_way.pop(transfer_id)
             self._cache.release(item, transfer_id)

@@ -128,7 +128,7 @@ class HostCopies:
     def _log(self, mm_hash: str, what: str, error: Exception) -> None:
         logger.error(
             "the copy of item %s in host memory cannot be %s, the item is encoded again when it is "
-            "asked for: %r; if memory is short lower host_cache_bytes in instances.encode",
+            "requested: %r; if memory is short lower host_cache_bytes in instances.encode",
             mm_hash,
             what,
             error,

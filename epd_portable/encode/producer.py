@@ -8,7 +8,7 @@
                 └── NotNeeded, Nack, Abort, deadline ─▶ end
 
 Unanswered messages are sent again; messages that arrive twice or too late change nothing. Every
-submission has its own attempt number, which answers repeat.
+submission has its own attempt number, which replies repeat.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ class ProducerSession:
             self._ask(transfer, now)
 
     def _ask(self, transfer: _Transfer, now: float) -> None:
-        """Send *written* or the announcement, until it is answered."""
+        """Send *written* or the announcement, until a reply arrives."""
         transfer.next_send_s = now + self._resend_s
         order = transfer.order
         question: AnyMessage

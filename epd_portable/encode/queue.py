@@ -1,21 +1,22 @@
 """Admission of encode requests to a step: whole, and fair among the consumers of their items.
 
 A request starts when *all* its items fit together into what one step may compute and into the
-encoder cache; until then it waits. Items that are in the cache already need room there but are not
+encoder cache; until then it waits. Items that are in the cache already need space but are not
 computed. Outputs leave when all of a step are computed, so a step does not start more requests than
 make the encoder fast. The prompt of a single large item may take several steps.
 
-An item's room is kept until its consumer, a PD instance, has it; one that is slow or dead, or whose
-client left, keeps it for long. So room is shared among consumers, and this always holds:
+An item's space is reserved until its consumer, a PD instance, has it. A consumer that is slow or
+dead, or whose client left, holds it for long. So space is shared among consumers, and this always
+holds:
 
 - Requests for one consumer start in the order of their arrival.
 - A consumer's *share* is the cache divided by the consumers that have requests here or had some
   within the time that a transfer may take. A request is *entitled* to start if its consumer keeps
   no more than its share with it, nothing at all without it, or all of its items already. So a
-  consumer that asks for no more than its share never waits for what another does not take. Alone a
+  consumer that requests no more than its share never waits for what another does not take. Alone a
   consumer takes everything.
 - No request waits behind one that is not entitled. The first that is entitled and does not fit gets
-  its room: those that start meanwhile stay, with their consumers, in an equal part of what it and
+  its space: those that start meanwhile stay, with their consumers, in an equal part of what it and
   those beyond their shares leave. That happens where an item is larger than a share, or when the
   shares have become smaller because another consumer came. So every request starts, provided that
   transfers end.
@@ -57,7 +58,7 @@ class StepLimits:
 
     Attributes:
         embeddings: Encoder embeddings that it may compute.
-        together: Of them beyond which no request starts beside others: outputs leave when all of
+        together: Of them beyond which no request starts next to others: outputs leave when all of
             their step are computed.
         tokens: Prompt tokens that it may pass.
     """
@@ -96,7 +97,7 @@ class _Step:
         charged: Consumers with the items that are kept for them, or start in this step.
         kept: Embeddings of these, by consumer.
         share: What each may keep.
-        short: An entitled request waits for room.
+        short: An entitled request waits for space.
         counted: Items that are encoded in this step.
     """
 
@@ -179,7 +180,7 @@ class EncodeQueue:
     def admit(self, now: float) -> None:
         """Choose the requests that start in the step that is about to be scheduled.
 
-        Admitted requests hold their items that are in the cache, so that making room for the items
+        Admitted requests hold their items that are in the cache, so that making space for the items
         of one evicts none of another.
         """
         if not self._waiting:
@@ -232,7 +233,7 @@ class EncodeQueue:
     # -- what starts -----------------------------------------------------------------------------
 
     def _next_step(self) -> _Step:
-        """Return what a step has beside the requests that have started before it."""
+        """Return what a step has next to the requests that have started before it."""
         kept = self._kept()
         step = _Step(
             tokens=self._limits.tokens,
@@ -256,7 +257,7 @@ class EncodeQueue:
         return step
 
     def _share_beside(self, first: _Arrival, step: _Step) -> int:
-        """Return what others may keep while the first entitled request waits for room.
+        """Return what others may keep while the first entitled request waits for space.
 
         Consumers beyond a share start nothing meanwhile, so the others share what those leave.
         """

@@ -47,7 +47,7 @@ _OUTDATED = "the encoder cache was reset, and its output may be that of other we
 
 
 class Sender:
-    """Delivers encoder outputs to consumers while the model runner's thread goes on.
+    """Delivers encoder outputs to consumers while the model runner's thread continues.
 
     An error ends the transfer that it concerns; should a thread end all the same, `submit` raises.
 
@@ -153,7 +153,7 @@ class Sender:
     def reset(self) -> None:
         """Forget all outputs: other weights made them. Transfers that have not ended fail.
 
-        The engine has forgotten these transfers, and hears of none; they may be ordered again.
+        The engine has forgotten these transfers. None is reported, and they may be ordered again.
         """
         self._inbox.append(lambda now: self._session.reset(_OUTDATED))
         self._take_turn(blocking=True)
@@ -232,7 +232,7 @@ class Sender:
             return False
         try:
             self._turn()
-        except Exception as error:  # The sender's thread meets it again, and knows when to give up.
+        except Exception as error:  # It recurs in the sender's thread, which decides when to end.
             self._log_once(error)
         finally:
             self._turns.release()
@@ -331,7 +331,7 @@ class Sender:
             else "report it with this trace"
         )
         logger.error(
-            "the sender goes on after %r, without the transfer concerned; %s",
+            "the sender continues after %r, without the transfer concerned; %s",
             error,
             remedy,
             exc_info=error,

@@ -1,14 +1,14 @@
 """PD scheduler: items that the instance encodes for others, between those of its own requests.
 
-Whoever holds the encoder can be asked for an encode job. vLLM's scheduler never sees it: it has no
-KV and no tokens. Its items claim room like those of requests, in the one order of arrival
-(`epd_portable.items.room`), workers encode them, and their room is kept for transfers
+Every instance with the encoder accepts encode jobs. vLLM's scheduler never sees one: it has no
+KV and no tokens. Its items claim space like those of requests, in the one order of arrival
+(`epd_portable.items.room`), workers encode them, and their space is reserved for transfers
 as on an encode instance. Three rules keep instances that encode for each other from waiting for
 each other:
 
 - Transfers to others keep no more than half of the encoder cache.
 - A job waits for no instance: what another instance is to bring here is not passed on.
-- Whom an item was promised to hears at once that it does not come, and encodes it by itself.
+- A consumer is notified at once that a promised item does not come, and encodes it itself.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class SharedEncoder:
         """Prepare a step: end the job whose items are there, and begin others.
 
         Args:
-            waits: Jobs wait for room. In a pause in which nothing runs no room comes back, and a
-                job without room fails.
+            waits: Jobs wait for space. In a pause in which nothing runs no space is released, and
+                a job without space fails.
         """
         while (job := self._current) is not None or self._begin_next():
             if job is not None:
@@ -80,7 +80,7 @@ class SharedEncoder:
     def take_orders(self) -> list[TransferOrder]:
         """Return what the worker is to send from this step on.
 
-        What it does not have by then it never will: its consumer is told.
+        What it does not have by then it never will: its consumer is notified.
         """
         orders, self._orders = self._orders, []
         return orders
@@ -93,7 +93,7 @@ class SharedEncoder:
     # --------------------------------------------------------------------------------------------
 
     def _begin_next(self) -> bool:
-        """Let the first job that waits claim its room; return whether there was one to go on."""
+        """Let the first job that waits claim its space; return whether there was one."""
         if not self._waiting:
             return False
         request_id, items = next(iter(self._waiting.items()))
@@ -116,7 +116,7 @@ class SharedEncoder:
         return True
 
     def _find_end(self, job: ItemRequest, waits: bool) -> str | None:
-        """Return why a job fails, empty if its items are there; ``None`` if it goes on.
+        """Return why a job fails, empty if its items are there; ``None`` if it continues.
 
         An item that a step was to encode is encoded in the background: the step may never come.
         """
@@ -125,7 +125,7 @@ class SharedEncoder:
             if item.state in _COMES_FROM_ELSEWHERE:
                 return "another instance is to bring its item"
             if not claim.is_served:
-                return None if waits else "the instance is paused, and has no room"
+                return None if waits else "the instance is paused, and has no space"
             if item.state is State.LOCAL:
                 if self._tried or not self._cache.encode_in_background(claim):
                     return "its item could not be encoded"

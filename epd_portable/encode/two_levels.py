@@ -3,8 +3,8 @@
 The first level, on the device, holds what is computed and sent now, and what else fits into the
 memory that an instance with a language model has for KV.
 Of every item that is encoded a copy goes into host memory as well, where as many bytes are as were
-asked for, the least recently used going first. An item that has left the first level and is asked
-for again comes back from there: its room is made, its copy restored, and no encoder runs.
+configured, the least recently used going first. An item that has left the first level and is
+requested again comes back from there: space is made, its copy restored, and no encoder runs.
 
 The scheduler decides all of it; each step brings the worker its `HostOrders`.
 """
@@ -28,7 +28,7 @@ class HostOrders:
 
     Attributes:
         restored: Items whose copies become entries of the encoder cache again.
-        dropped: Copies that make room.
+        dropped: Copies that make space.
         kept: Items of which a copy is made once they are encoded, in this step.
     """
 
@@ -70,8 +70,8 @@ class TwoLevelCache(ItemTable):
     def hold_entry(self, request: MultiModalRequest, input_id: int) -> bool:
         """Let a request that starts hold the item, and bring it back first if there is a copy.
 
-        Only where the item's room was counted: what waits would bring items back in every step, in
-        place of each other's, and vLLM has promised room to others while it asks for one.
+        Only where the item's space was counted: what waits would bring items back in every step, in
+        place of each other's, and vLLM has promised space to others while it queries one.
         """
         mm_hash = request.mm_features[input_id].identifier
         if mm_hash in self._copies:
@@ -96,8 +96,8 @@ class TwoLevelCache(ItemTable):
     def take_report(self, *, lost: Set[str], missing: Set[str]) -> None:
         """Forget copies that a worker does not have, and entries with all their holders.
 
-        What a worker says may be old, and the item encoded again meanwhile: then it is encoded once
-        more when it is asked for.
+        A report of a worker may be old, and the item encoded again meanwhile: then it is encoded
+        once more when it is requested.
 
         Args:
             lost: Items whose copies could not be made.
@@ -148,7 +148,7 @@ class TwoLevelCache(ItemTable):
     ) -> None:
         """Make the entry of an item that is encoded in this step, and have a copy kept.
 
-        `can_allocate` said yes in this step.
+        `can_allocate` has returned true in this step.
         """
         mm_hash = request.mm_features[input_id].identifier
         if mm_hash not in self.items:

@@ -2,10 +2,10 @@
 
 The model runner's thread does not wait for a write:
 
-- A short copy in host memory is made at once, by the thread that asks.
-- A copy that a device makes by itself is queued behind the computation. One thread, the watcher,
+- A short copy in host memory is made at once, by the calling thread.
+- A copy that a device makes on its own is queued behind the computation. One thread, the watcher,
   waits for the ends of these, which come in the order in which they were queued.
-- Whatever else may block is left to a thread of a pool.
+- A write that may block otherwise is left to a thread of a pool.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _WRITERS = 4
 CLOSE_S = 30.0
-"""A write that goes on for so long when closing is abandoned."""
+"""Longest time in seconds that closing waits for a write, which is abandoned then."""
 _COMPUTED_WAIT_S = 1.0
 """Longest time from the end of a copy until the end of the computation before it is reported."""
 

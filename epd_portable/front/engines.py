@@ -537,7 +537,7 @@ class Engines:
         self._note_problems()
         config = self._config
         if self._complete or not engine.generates:
-            # vLLM's client adds up what its engines say.
+            # vLLM's client adds up what its engines report.
             config = copy.copy(config)
             config.cache_config = copy.copy(config.cache_config)
         else:

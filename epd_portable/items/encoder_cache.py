@@ -36,7 +36,7 @@ class PrefillEncoderCache(ItemTable):
 
     Attributes:
         requests: All that have items, by id.
-        incomplete: Ids of requests whose items are not all computed: the engine asks before it
+        incomplete: Ids of requests whose items are not all computed: the engine queries before it
             computes any of them further.
         progress: Number of items that came, and of steps in which a request with items computed.
         changes: Items that became entries (``True``) or were evicted, until they are taken.
@@ -356,7 +356,7 @@ class PrefillEncoderCache(ItemTable):
         if known is None:
             return False
         if known.items and known.items[input_id].end <= known.num_computed_tokens:
-            # The engine has taken computed tokens back: it asks before the next step.
+            # The engine has taken computed tokens back: it queries before the next step.
             self.incomplete.add(known.request_id)
         claim = known.claims.get(request.mm_features[input_id].identifier)
         return claim is not None and claim.is_served and claim.item.is_here

@@ -107,18 +107,18 @@ class ConsumerMetrics(Instruments):
         )
         self._in_flight = gauge("epd_pd_transfers_in_flight", "Slots granted and not yet written.")
         self._waiting = gauge(
-            "epd_pd_transfers_waiting", "Transfers that are announced and have no room yet."
+            "epd_pd_transfers_waiting", "Transfers that are announced and have no space yet."
         )
         self._pool = gauge("epd_pd_pool_bytes", "Size of the receive pool.")
         self._pool_used = gauge("epd_pd_pool_used_bytes", "Bytes of it that are in slots.")
         self._cache = gauge("epd_pd_encoder_cache_embeddings", "Size of the encoder cache.")
         self._cache_used = gauge(
             "epd_pd_encoder_cache_used_embeddings",
-            "Room in it that is taken, by entries and for awaited items.",
+            "Space in it that is taken, by entries and for awaited items.",
         )
         self._cache_held = gauge(
             "epd_pd_encoder_cache_held_embeddings",
-            "Room in it that is not available: requests hold the entry, or an item is awaited.",
+            "Space in it that is not available: requests hold the entry, or an item is awaited.",
         )
 
     def request_ended(self, items: Iterable[ItemOutcome], expected: Mapping[str, object]) -> None:
@@ -139,7 +139,7 @@ class ConsumerMetrics(Instruments):
         self._waiting.set(waiting)
 
     def room(self, pool: ReceivePool, cache: ItemTable) -> None:
-        """Note how much room is taken; cheap if that has not changed, as after most steps."""
+        """Note how much space is taken; cheap if that has not changed, as after most steps."""
         now = (pool.free_bytes, cache.num_free_slots, cache.num_freeable_slots)
         if now == self._room:
             return

@@ -37,7 +37,7 @@ class OrderBook:
     def take_orders(self, freed: Iterable[str], *, computes: bool) -> WorkerOrders:
         """Return the work of the workers in the step that was just scheduled.
 
-        Items that workers copy are placed in whatever step comes next, so that the copy begins at
+        Items that workers copy are placed in the next step of any kind, so that the copy begins at
         once. Their slots are free when a step that computes has ended since, because that waits for
         the copies in all ranks; or, if an item was evicted before, when the workers forget it: no
         step computes with what they read of its slot from then on.

@@ -69,7 +69,7 @@ class Placer:
     """Places items; on platforms that compute in host memory the tensor is a view of the slot.
 
     Elsewhere items are copied to the worker's device on its copy stream, while work that was queued
-    before goes on. In the next step that computes, the current stream waits for the copies; the
+    before continues. In the next step that computes, the current stream waits for the copies; the
     host never does (but see `PlatformTraits.foreign_pages_block`: it may be blocked while it queues
     them).
 
@@ -95,8 +95,8 @@ class Placer:
                 any of these items.
 
         Raises:
-            CapacityError: The device has no room for the items. It ends the engine, as when an
-                encoder has no room for its output: the other ranks have placed the item.
+            CapacityError: The device has no memory for the items. It ends the engine, as when an
+                encoder has no memory for its output: the other ranks have placed the item.
         """
         self._endpoint.revoke(orders.revoked)
         if orders.placements:

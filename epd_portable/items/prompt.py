@@ -21,7 +21,7 @@ def metadata_only_items(
     """Return the items of a request that this instance cannot encode.
 
     Args:
-        transfers: From `match_transfers`; what the front says of media counts, too.
+        transfers: From `match_transfers`; media that the front reports count, too.
         can_encode: Whether the instance holds the encoder.
     """
     without = {mm_hash for mm_hash, transfer in transfers.items() if not transfer.media}
@@ -49,7 +49,7 @@ def engine_names(
     Mostly they are the same. Where a request has settings for a modality, the engine derives names
     of its own; within a modality it keeps the order in which the request has the items, so these
     are matched by it. Where the numbers differ, none of that modality are: one video can be two
-    items, pictures and sound.
+    items, images and sound.
 
     Args:
         items: ``(identifier, modality)`` of those in a prompt, in its order.

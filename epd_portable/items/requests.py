@@ -75,7 +75,7 @@ class PrefillRequests:
 
         It claims its items, in the order of the prompt. Those with a transfer are expected; the
         rest is encoded here, unless another request already awaits the same item. What cannot be
-        encoded here (no media in the request, or no encoder) never is, whatever happens.
+        encoded here (no media in the request, or no encoder) never is.
         """
         transfers = match_transfers(items, params)
         record = ItemRequest(
@@ -106,7 +106,7 @@ class PrefillRequests:
             for mm_hash, claim in record.claims.items()
             if mm_hash in transfers
             and transfers[mm_hash].on_demand
-            # Unless its room is kept for the request, it may be evicted before its turn.
+            # Unless its space is reserved for the request, it may be evicted before its turn.
             and not (claim.item.is_here and claim.is_served)
         ]
 
@@ -149,7 +149,7 @@ class PrefillRequests:
         """Return whether the next token of a request can be computed.
 
         False if that token belongs to an item that is not here and cannot be encoded here now, or
-        if the request has not begun and must wait for its space (`room.may_start`), or for an item
+        if the request has not begun and must wait for its space (`may_start`), or for an item
         before which there are a few tokens only (`PlatformTraits.min_start_tokens`). Text before a
         missing item is not held up otherwise. A request that has lost an item for good is failed.
 
@@ -173,7 +173,7 @@ class PrefillRequests:
     def take_sleepers(self) -> list[str]:
         """Return requests that could not begin in the step that was just scheduled.
 
-        The engine need not ask for them again before `take_woken` returns them.
+        The engine need not query them again before `take_woken` returns them.
         """
         sleepers, self._sleepers = self._sleepers, []
         return [request_id for request_id in sleepers if request_id in self._records]

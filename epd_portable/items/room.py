@@ -11,7 +11,7 @@ place to compute in (`is_about_to_compute`), it releases its space. (2) Otherwis
 F gives its space up, the last first (`claim_to_preempt`): nothing else computes with it. Items that
 are written or encoded end by their deadlines. (3) Then only f holds space, all of it before F, and
 f may run (`may_start`): it computes what it holds, releases it, and F is served. A start for text
-alone, which is held back while others compute, would release no space: nobody waits for that.
+alone, which is held back while others compute, would release no space: no claim waits for that.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def may_start(table: PrefillEncoderCache, request: ItemRequest) -> bool:
 
 
 def is_about_to_compute(request: ItemRequest, first: ItemRequest) -> bool:
-    """Return whether a request will compute, and release space, whatever becomes of the first."""
+    """Return whether a request will compute, and release space, however the first ends."""
     return not request.is_pending and (request.running or not first.running)
 
 

@@ -134,7 +134,7 @@ class ItemShell:
         self.advance()
 
     def decline(self, request: ItemRequest) -> None:
-        """Answer *not needed* to every announcement of a request's transfers."""
+        """Reply *not needed* to every announcement of a request's transfers."""
         for transfer in request.transfers.values():
             self._transfers.decline(transfer.transfer_id)
 

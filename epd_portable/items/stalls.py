@@ -31,7 +31,7 @@ class StallWatch:
     The clock runs while requests are *blocked*, which need an item that is neither here nor to be
     encoded by themselves, and nothing makes progress: no item comes, no request with items
     computes, and none could if the engine ran it in place of requests that compute. Long queues are
-    no stall, nor are long answers.
+    no stall, nor are long responses.
 
     Args:
         able: Returns whether a request could compute, or would be failed, if the engine ran it now.
@@ -88,7 +88,7 @@ class StallWatch:
 
 
 def describe(cache: PrefillEncoderCache, pool: ReceivePool) -> str:
-    """Return the state of items and of the requests that contend for room, for the log."""
+    """Return the state of items and of the requests that contend for space, for the log."""
     items = [
         f"{each.mm_hash} ({each.num_embeds}, {each.state.name}, held by "
         f"{sorted(each.holders)}, pending for {sorted(each.pending)}, transfers "

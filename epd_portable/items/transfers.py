@@ -4,7 +4,7 @@ A transfer is expected, announced by an encoder, granted the slot of its item on
 written; or it fails: its encoder ends it, its deadline passes, or its lease.
 
 Several transfers, for several requests, may bring one item: one is granted, and when the item is
-here the others are answered *not needed*.
+here the reply to the others is *not needed*.
 
 An encoder whose announcement does not fit is refused alone: another may still deliver the item. A
 second encoder takes over from the first, which is refused then.
@@ -95,7 +95,7 @@ class Transfer:
             return "its encoder has not announced it"
         if self.grant is not None:
             return f"{self.producer.instance} has not written it"
-        return f"announced by {self.producer.instance}, no room here"
+        return f"announced by {self.producer.instance}, no space here"
 
     @property
     def due_s(self) -> float:
@@ -145,7 +145,7 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """A transfer ended without its item, or goes on without the slot that it had."""
+    """A transfer ended without its item, or continues without the slot that it had."""
 
     transfer: Transfer
     cause: FailureCause
@@ -261,7 +261,7 @@ class Transfers:
             self._fail_if_abandoned(transfer)
 
     def decline(self, transfer_id: str) -> None:
-        """Answer *not needed* to the announcement of a transfer, whenever it comes."""
+        """Reply *not needed* to the announcement of a transfer, whenever it comes."""
         self._forget_early(transfer_id)
         self._remember(transfer_id)
 
@@ -275,7 +275,7 @@ class Transfers:
         """Let writes that are under way come to nothing: other weights may have made the output.
 
         The encoder, or another one, may deliver the item by another attempt. A transfer that is
-        only announced goes on: an encoder that was reset writes for no attempt of before.
+        only announced continues: an encoder that was reset writes for no attempt of before.
         """
         self._now = now
         for transfer in list(self._granted):
@@ -371,7 +371,7 @@ class Transfers:
     # -- announcements ---------------------------------------------------------------------------
 
     def _refuse_foreign(self, sender: bytes, message: Foreign, transfer: Transfer) -> None:
-        """Exclude an encoder with another protocol version, which was answered."""
+        """Exclude an encoder with another protocol version, which has received a reply."""
         writer, detail = _writer_of(sender, message), f"the encoder: {message.problem}"
         nack = writer.message(Nack, code=NackCode.INCOMPATIBLE, detail=detail)
         self._leave_to_others(transfer, writer, nack)
@@ -396,7 +396,7 @@ class Transfers:
                 self._grant_first(transfer.item)
 
     def _replace_writer(self, transfer: Transfer, producer: PeerDescriptor) -> bool:
-        """Refuse the encoder of a transfer for another one; return whether the transfer goes on."""
+        """Refuse the encoder of a transfer for another one; return if the transfer continues."""
         assert transfer.writer is not None
         taken_over = transfer.writer.message(Abort, reason=f"{producer.instance} took over")
         if transfer.grant is None:
@@ -430,7 +430,7 @@ class Transfers:
         """Exclude an attempt from a transfer, and revoke its grant.
 
         Returns:
-            Whether the transfer goes on: it fails when too many attempts were refused.
+            Whether the transfer continues: it fails when too many attempts were refused.
         """
         transfer.refused[writer] = answer
         reason = answer.reason if isinstance(answer, Abort) else answer.detail

@@ -99,7 +99,7 @@ def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
 
       epd-launch up --platform cpu --config configs/1e1pd.yaml --port 8000 --log-dir logs
 
-    Exit status: 0 when a stop was asked for, 1 when a process did not start, 2 on bad input.
+    Exit status: 0 when a stop was requested, 1 when a process did not start, 2 on bad input.
     """
     _serve(PlanRequest.from_options(**options), log_dir, as_json=as_json)
 
@@ -118,9 +118,10 @@ def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
 def engine(role: Role, log_dir: Path | None, as_json: bool, **options: Any) -> None:
     r"""Start one engine that joins fronts on other machines.
 
-    The file has launch.join and secret_file. One engine of --role is started, whatever its counts;
-    its name ends in launch.host. Engines that prefill do so for decode instances of the fronts. At
-    Ctrl-C or SIGTERM it leaves the fronts, has front.drain_s seconds for its open jobs, and ends.
+    The file has launch.join and secret_file. One engine of --role is started, regardless of
+    its counts; its name ends in launch.host. Engines that prefill do so for decode instances of the
+    fronts. At Ctrl-C or SIGTERM it leaves the fronts, has front.drain_s seconds for its open jobs,
+    and ends.
 
       epd-launch engine --platform cpu --config configs/1e1pd.yaml \
         --set secret_file=~/epd.secret --set launch.host=auto \
@@ -198,7 +199,7 @@ def plan(advise: str | None, as_json: bool, **options: Any) -> None:
     r"""Show the processes that would be started.
 
     It needs no device, and starts nothing. With --hardware it plans for the devices of that
-    profile, whatever this machine has. What `up` would refuse here, such as a port in use, is a
+    profile, regardless of this machine. What `up` would refuse here, such as a port in use, is a
     warning.
 
       epd-launch plan --platform cuda --config configs/1e3pd.yaml --set transfer.path=shm

@@ -143,7 +143,7 @@ def _permit_amx() -> None:
     """Have the kernel permit Intel AMX to this process, if the processor has it.
 
     vLLM's attention in bfloat16 (``cpu_attn``, 0.26 to 0.33) uses it without that, and relies on a
-    matrix product of oneDNN before, which asks for it. A step of a few tokens next to an encoder
+    matrix product of oneDNN before, which requests it. A step of a few tokens next to an encoder
     may come first: it ended the engine by SIGILL.
     """
     if torch.cpu._is_amx_tile_supported():

@@ -203,7 +203,7 @@ CODE_BUDGET = {
     "docstrings of tests": 267,
     "names of tests": 0,
     "names of tests of more than 60 characters": 0,
-    "banned words": 261,
+    "banned words": 86,
 }
 """Most of each in the code. A change that lowers one sets the new number: they only fall."""
 

@@ -1,1 +1,1 @@
-"""``epd-bench load``: a topology under an open load beside replicas and upstream, in turns."""
+"""``epd-bench load``: a topology under an open load, in turns with replicas and upstream."""

@@ -34,7 +34,7 @@ SCHEMA_VERSION = 1
 """Version of all JSON that commands print, errors included; grows when a field changes or goes."""
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-"""Exit statuses beside 0."""
+"""Exit statuses other than 0."""
 _HELP = {"help_option_names": ["-h", "--help"]}
 _BAD_INPUT = (ConfigError, PlatformUnavailableError, PortInUseError)
 

@@ -51,15 +51,15 @@ def gateway(
     Bytes are forwarded, not read.
     For users who have nothing that balances plain vLLM servers, as a Kubernetes Service, llm-d or
     Envoy does. A request goes to the front with the fewest open requests; requests with the same
-    header x-session-id go to the same front while it has room. Before the first byte of a response
-    it is sent again to another front. API keys, limits and media are the fronts' business.
+    header x-session-id go to the same front while it has capacity. Before the first byte of a
+    response it is sent again to another front. API keys, limits and media are the fronts' business.
 
-    GET /health says 200 while a front gets requests; GET /metrics has the gateway's own metrics. At
-    Ctrl-C or SIGTERM open requests have --drain-s seconds to end.
+    GET /health returns 200 while a front gets requests; GET /metrics has the gateway's own metrics.
+    At Ctrl-C or SIGTERM open requests have --drain-s seconds to end.
 
       epd-launch gateway --front http://10.0.0.1:8000 --front http://10.0.0.2:8000 --port 8080
 
-    Exit status: 0 when a stop was asked for, 2 on bad input.
+    Exit status: 0 when a stop was requested, 2 on bad input.
     """
     from epd_portable.gateway import Gateway, serve
 

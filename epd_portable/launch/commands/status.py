@@ -1,4 +1,4 @@
-"""``epd-launch status`` and ``logs``: what runs on this machine, and what it says."""
+"""``epd-launch status`` and ``logs``: what runs on this machine, and what it logs."""
 
 from __future__ import annotations
 

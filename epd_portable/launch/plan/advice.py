@@ -1,6 +1,6 @@
 """Advice by arithmetic: replicas, split, overlapped or remote encoding for one traffic. Pure.
 
-The capacity of a way is what its busiest stage allows: devices are alike, and no time is lost. One
+The capacity of a way is what its busiest stage allows: devices are equal, and no time is lost. One
 plain vLLM on an H200 had a sixth less than that, because its host was the limit. Of latency only
 the longest stall of a token stream is estimated: the computation that steps wait for.
 """

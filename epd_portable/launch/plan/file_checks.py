@@ -1,6 +1,6 @@
 """Problems of a topology file beyond its schema, reported together with those of the schema.
 
-Each check takes what the file says for the chosen platform, which may be wrong in other ways too.
+Each check takes the file's content for the chosen platform, which may be wrong in other ways too.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _ANSWERS = tuple(role for role in ROLES if DUTIES[role] == "decode")
 PLAIN = "plain+"
 """Before the address of a hub to which jobs go without encryption."""
 _NO_DOMAIN = "none.invalid"
-"""vLLM fetches media from everywhere unless it is told domains."""
+"""vLLM fetches media from every domain unless some are given."""
 
 
 def engine_argv(engine: Engine) -> tuple[str, ...]:
@@ -40,7 +40,7 @@ def engine_argv(engine: Engine) -> tuple[str, ...]:
 
 
 def as_member(engine: Engine) -> dict[str, Any]:
-    """Return what fronts are told of an engine; with a ``url`` where it joins them."""
+    """Return what fronts receive of an engine; with a ``url`` where it joins them."""
     hub = _hub(engine)
     plain = PLAIN if engine.topology.transfer.trusted_network else ""
     return {
@@ -60,12 +60,12 @@ def _hub(engine: Engine) -> str:
 
 
 def front_argv(engines: Sequence[Engine]) -> tuple[str, ...]:
-    """Return the command of the front, which processes requests as an engine that answers does."""
+    """Return the command of the front, which processes requests as a decode-capable engine does."""
     answers = answering(engines)
     front = answers.topology.front
     found = [sys.executable, "-m", "epd_portable.front.server"]
     found += ["--settings", json.dumps(_settings(engines))]
-    # Media are processed here for encoders, whether the engine that answers takes any or not.
+    # Media are processed here for encoders, whether the decode-capable engine takes any or not.
     wished = answers.wished_args
     media = {name: wished.get(name) for name in ("limit_mm_per_prompt", "enable_mm_embeds")}
     found += [*answers.arguments(**media), "--served-model-name", answers.model.served_name]
@@ -85,7 +85,7 @@ def front_argv(engines: Sequence[Engine]) -> tuple[str, ...]:
 
 
 def answering(engines: Sequence[Engine]) -> Engine:
-    """Return the first engine that answers requests."""
+    """Return the first decode-capable engine."""
     return next(engine for engine in engines if DUTIES[engine.role] == "decode")
 
 

@@ -1,6 +1,6 @@
 """vLLM's KV connector between prefill and decode instances: which one, and its settings. Pure.
 
-NIXL's is released with vLLM, Mooncake's with vllm-ascend. Both answer ``kv_transfer_params`` at the
+NIXL's is released with vLLM, Mooncake's with vllm-ascend. Both return ``kv_transfer_params`` at the
 prefill instance, which the decode instance takes.
 """
 
@@ -102,7 +102,7 @@ def kv_connector(topology: Topology, traits: PlatformTraits) -> KVConnector | No
     if is_off_host(host) and not topology.transfer.trusted_network:
         raise ConfigError(
             f"launch.host {host} is not the loopback address, and {connector.cls} neither encrypts "
-            "nor asks who reads: set transfer.trusted_network if nobody else is on that network"
+            "nor authenticates readers: set transfer.trusted_network if that network is private"
         )
     return connector
 

@@ -104,8 +104,8 @@ def probed_machine(
     Takes seconds where devices must be counted, and no time where instances are bound to cores.
 
     Raises:
-        PlatformUnavailableError: The platform cannot be used here; says why.
-        LaunchError: The device runtime ended the process that asked it, or did not answer.
+        PlatformUnavailableError: The platform cannot be used here, with the reason.
+        LaunchError: The device runtime ended the process that queried it, or did not respond.
     """
     machine = assumed_machine(traits, environ)
     if traits.visible_devices_env is None:
@@ -123,13 +123,13 @@ def probed_machine(
         )
     except subprocess.TimeoutExpired as error:
         raise LaunchError(
-            f"platform {traits.name}: the process that counts its devices did not answer within "
+            f"platform {traits.name}: the process that counts its devices did not respond within "
             f"{_PROBE_LIMIT_S:g} s; a device may be stuck"
         ) from error
     if process.returncode:
         last = (process.stderr.strip() or "it wrote nothing").splitlines()[-1]
         raise LaunchError(f"platform {traits.name}: counting the devices failed: {last}")
-    # Runtimes write notices of their own before the answer.
+    # Runtimes write notices of their own before the response.
     found = json.loads(process.stdout.splitlines()[-1])
     if not found["ok"]:
         raise PlatformUnavailableError(
@@ -161,7 +161,7 @@ def require_module(module: str, *, needed_by: str, install: str) -> None:
     """Check that engines find a module; it is not imported.
 
     Raises:
-        ConfigError: They do not; says how to get it.
+        ConfigError: They do not. The message names the remedy.
     """
     if importlib.util.find_spec(module) is None:
         raise ConfigError(f"{needed_by} needs the module {module!r}, which is not here: {install}")

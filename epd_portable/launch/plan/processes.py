@@ -1,6 +1,6 @@
 """Processes of a topology, decided without starting any.
 
-Pure: devices, cores and free ports come in as arguments, so one file plans alike on every machine.
+Pure: devices, cores and free ports are arguments, so one file gives one plan on every machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ProcessSpec:
     Attributes:
         name: For example ``encode-0`` or ``front``.
         env: Variables beyond the launcher's own environment.
-        url: Base address; ``GET url/health`` answers 200 once it is ready.
+        url: Base address; ``GET url/health`` returns 200 once it is ready.
         ports: Every port it listens on, by purpose.
         shm_name: Its file in ``/dev/shm``, removed before each start; empty for none.
         tls_cert_file: The certificate that it shows, if it speaks HTTPS.
@@ -61,7 +61,7 @@ class ProcessSpec:
     apart: str = ""
 
     def public(self) -> dict[str, Any]:
-        """Return what users are told of it."""
+        """Return its public description, for users."""
         return {"name": self.name, "role": self.role, "url": self.url, "ports": self.ports}
 
 
@@ -74,7 +74,7 @@ class Plan:
         url: Base address for OpenAI clients.
         processes: Instances first, the front last, if there is one.
         joins: Base addresses of fronts on other machines that instances join.
-        members: What these fronts are told of each instance.
+        members: Description of each instance that these fronts receive.
         devices: Those that have instances, with their names in the order of their starts; none on
             platforms that have cores only.
         hardware: Profile and device that it is planned for; empty for this machine.
@@ -176,7 +176,7 @@ def make_plan(
     processes = [_engine_process(each, placed.starts_after(each.name)) for each in engines]
     if not has_hubs:
         if topology.front.choice is not None:
-            Policy(with_file(topology.front.choice))  # Says here what is wrong with it.
+            Policy(with_file(topology.front.choice))  # An invalid file is reported here.
         env = answering(engines).env()
         processes.append(
             ProcessSpec(

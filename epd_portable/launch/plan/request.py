@@ -67,11 +67,11 @@ class PlanRequest:
         port: int | None = None,
         alone: Role | None = None,
     ) -> PlanRequest:
-        """Return what the options of ``up``, ``engine`` and ``plan`` ask for.
+        """Return what the options of ``up``, ``engine`` and ``plan`` request.
 
         Args:
-            alone: One engine of this role is planned, whatever the counts, to join fronts
-                elsewhere; ``None`` for what the counts say.
+            alone: One engine of this role is planned, regardless of the counts, to join
+                fronts elsewhere; ``None`` for as many as the counts give.
 
         Raises:
             ConfigError: Neither a platform nor a profile was given, they contradict each other, or
@@ -194,7 +194,7 @@ class PlanRequest:
             raise located(error, self.config, name, overrides=self.overrides) from error
 
     def plan_elsewhere(self) -> tuple[Topology, Plan]:
-        """Plan a launcher of another machine, which finds the model and ports by itself.
+        """Plan a launcher of another machine, which finds the model and ports on its own.
 
         Raises:
             ConfigError: The file is wrong, or the topology does not fit.
@@ -236,7 +236,7 @@ def refusals(topology: Topology, plan: Plan) -> list[EPDError]:
 
 
 def store_warnings(section: StoreSection | None) -> list[str]:
-    """Return why a store does not answer."""
+    """Return why a store does not respond."""
     if section is not None:
         try:
             with contextlib.closing(make_store(section)) as store:

@@ -27,7 +27,7 @@ class Guard:
     """The launcher's end of the guard process.
 
     At the end the files of the run in ``/dev/shm`` and its folder ``temp_dir`` are removed; ``log``
-    is a file for what the guard says, ``sessions`` have started before it.
+    is a file for the output of the guard, ``sessions`` have started before it.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """A process of a run, from start to start: its states are the order of the code.
 
 While the topology starts, the first death ends it. While it serves, a death is followed by a
-restart after a pause that doubles up to a limit. A process that lives and is silent for too long is
-asked to end, then killed: a death too.
+restart after a pause that doubles up to a limit. A process that lives and is silent for too long
+gets SIGTERM, then SIGKILL: a death too.
 
 Instances on one device start one at a time: an engine measures the device's free memory while it
 starts, and takes what another one takes or frees meanwhile for its own.
@@ -117,7 +117,7 @@ class Lifecycle:
         try:
             child = self.child = self._start(self.spec)
         except LaunchError as error:
-            # A death: there may be memory, room on the disk or its program again a little later.
+            # A death: there may be memory, disk space or its program again a little later.
             return f"was not started: {error}", 0.0
         self.starts += 1
         watch = asyncio.create_task(self._watch(child))
@@ -159,7 +159,7 @@ class Lifecycle:
             return
         silent_s = await self._silence(child)
         self.state = "terminating"
-        reason = f"has not answered as it should for {silent_s:.0f} s (launch.hung_after_s)"
+        reason = f"has not responded as it should for {silent_s:.0f} s (launch.hung_after_s)"
         self._end(child, "terminating", reason, signal.SIGTERM)
         await asyncio.sleep(self._launch.stop_grace_s)
         reason = f"does not end within {self._launch.stop_grace_s:g} s"

@@ -1,4 +1,4 @@
-"""Logs of processes: files that only their user can read, their ends, and the lines that tell most.
+"""Logs of processes: files that only their user can read, their ends, and the lines to quote.
 
 Logs show what requests hold. Writers have a log open to
 append, so that others may truncate it while they write, as ``logrotate`` does (``copytruncate``).
@@ -41,7 +41,7 @@ _FIRST_REPORT_S, _REPORT_EVERY_S = 2.0, 30.0
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a new folder of mode 700, whatever the umask.
+    """Make a new folder of mode 700, regardless of the umask.
 
     Raises:
         FileExistsError: There is something of that name, perhaps not ours.
@@ -56,7 +56,7 @@ def use_log_folder(path: Path) -> None:
     One of another user is refused, who could replace logs.
 
     Raises:
-        ConfigError: It cannot be made or used; says what to do.
+        ConfigError: It cannot be made or used. The message names the remedy.
     """
     problem = ""
     try:
@@ -112,7 +112,7 @@ def latest_line(output: str) -> str:
 
 
 def failure_line(output: str, *, guess: bool = True) -> str:
-    """Return the one line that says best why a process failed, or nothing.
+    """Return the one line that explains best why a process failed, or nothing.
 
     That is the last exception that does not merely report another process's; failing that, the
     last exception of any kind; failing that, for a guess, the last line above level INFO.

@@ -56,7 +56,7 @@ class Child:
         self.log = log_dir / f"{spec.name}.log"
         self.mapped: set[Path] = set()
         if spec.shm_name:
-            # If another user's file has that name, the instance says so.
+            # If another user's file has that name, the instance reports it.
             with contextlib.suppress(OSError):
                 (sessions.SHM / spec.shm_name).unlink(missing_ok=True)
         with open_log(self.log) as output, on_cores({core for rank in spec.cores for core in rank}):
@@ -89,14 +89,14 @@ class Child:
         self.mapped |= sessions.mapped_files(sessions.members([self.session], None))
 
     async def is_ready(self, *, timeout_s: float) -> bool:
-        """Return whether ``GET /health`` answers 200 in time."""
+        """Return whether ``GET /health`` returns 200 in time."""
         return await self._health(timeout_s) == HTTPStatus.OK
 
     async def is_well(self, *, timeout_s: float) -> bool:
-        """Return whether a process that was ready still answers ``GET /health`` as it should.
+        """Return whether a process that was ready still responds to ``GET /health`` as it should.
 
-        A front that has no instance to use answers 503, and is well. For an engine its front
-        answers, and 503 if the engine does not respond to it; the front's silence is no sign of it.
+        A front that has no instance to use returns 503, and is well. For an engine its front
+        responds, with 503 if the engine does not respond to it. A silent front is no sign of that.
         """
         if urlsplit(self.spec.url).path:
             status = await self._health(timeout_s, f"?within_s={timeout_s / 2:g}")
@@ -105,7 +105,7 @@ class Child:
         return status is not None if self.spec.role == "front" else status == HTTPStatus.OK
 
     async def _health(self, timeout_s: float, query: str = "") -> int | None:
-        """Return the status of ``GET /health``; ``None`` without an answer in time."""
+        """Return the status of ``GET /health``; ``None`` without a response in time."""
         url, cert_file = f"{self.spec.url}/health{query}", self.spec.tls_cert_file
         try:
             # Read each time: it may be renewed. Without one it is plain HTTP.
@@ -115,7 +115,7 @@ class Child:
                 httpx.AsyncClient(timeout=None, trust_env=False, verify=verify) as client,
             ):
                 return (await client.get(url)).status_code
-        except (httpx.HTTPError, OSError):  # A timeout is one of the latter.
+        except (httpx.HTTPError, OSError):  # A TimeoutError is an OSError.
             return None
 
     def output(self) -> str:
@@ -123,7 +123,7 @@ class Child:
         return text_behind(self.log, self._log_begin)
 
     def last_words(self) -> str:
-        """Return the line of its log that says best why it does not run, and the log's path."""
+        """Return the line of its log that explains best why it does not run, and the log's path."""
         status = self.exit_status()
         # The last line of a process that was killed has nothing to do with its end.
         words = failure_line(self.output(), guess=status is None or status >= 0)
@@ -170,7 +170,7 @@ def _environment(
 
 
 def describe_exit(status: int) -> str:
-    """Say how a process ended, by its `Child.exit_status`."""
+    """Describe how a process ended, by its `Child.exit_status`."""
     if status >= 0:
         return f"exited with status {status}"
     try:

@@ -93,7 +93,7 @@ def find_runs(temp_dir: Path) -> list[RunRecord]:
     for folder in temp_dir.glob(f"{RUN_FOLDER}*"):
         with contextlib.suppress(OSError, ValidationError):
             seen = folder.lstat()
-            # What another user wrote may say anything.
+            # A file of another user may hold anything.
             ours = stat.S_ISDIR(seen.st_mode) and seen.st_uid == os.geteuid()
             if ours and _A_RUN.fullmatch(folder.name) and _is_locked(folder):
                 with (folder / STATE_FILE).open("rb") as file:

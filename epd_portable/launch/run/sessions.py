@@ -1,8 +1,8 @@
 """Processes and shared memory of a run: found, ended, removed.
 
 A process belongs to a run when it is in the session of one that the launcher started (engines
-start children of their own), or when ``EPD_RUN_ID`` in its first environment says so, which also
-finds one that was started a moment before its launcher was killed.
+start children of their own), or when ``EPD_RUN_ID`` in its first environment names the run, which
+also finds one that was started a moment before its launcher was killed.
 
 vLLM's processes name their shared memory themselves and remove it when they end, or leave that to
 a helper process. Killed together, none of them removes it; so what they map is noted while they
@@ -92,7 +92,7 @@ def _is_tracker(pid: int) -> bool:
     """Return whether this is Python's resource tracker.
 
     It outlives the processes that it serves, then removes the shared memory that they left, and
-    ends by itself.
+    ends on its own.
     """
     with contextlib.suppress(psutil.Error):
         return any("multiprocessing.resource_tracker" in x for x in psutil.Process(pid).cmdline())

@@ -213,7 +213,7 @@ class Supervisor:
             await asyncio.sleep(STEP_S)
 
     async def _answers(self, name: str) -> bool:
-        """Return whether an instance answers now; one that hangs still counts as up."""
+        """Return whether an instance responds now; one that hangs still counts as up."""
         child = self._processes[name].child
         return child is not None and await child.is_ready(timeout_s=_ANSWER_S)
 
@@ -324,7 +324,7 @@ class Supervisor:
 
     def _say(self, notice: Notice) -> None:
         # What cannot be printed, on a full disk or into a closed pipe, ends no topology, and there
-        # is nowhere left to say so.
+        # is nowhere left to report it.
         with contextlib.suppress(OSError):
             self._print(notice)
 
@@ -337,7 +337,7 @@ class Supervisor:
         """Count stop signals from now on."""
 
         def heard(signum: int) -> None:
-            # A terminal that is closed sends SIGHUP, and so does its shell: once is meant.
+            # A terminal that is closed sends SIGHUP, and its shell sends it, too: once is meant.
             self._stop_requests += signum != signal.SIGHUP or not self._stop_requests
             stop.set()
 

@@ -91,7 +91,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 _encode = msgspec.msgpack.encode
 _read_request = reader(Join | Put, "a request to join or to take an item")
-_read_answer = reader(Answer, "an answer")
+_read_answer = reader(Answer, "a reply")
 
 
 def frames_over(connected: socket.socket) -> Connection:

@@ -59,7 +59,7 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
 
 _encode = msgspec.msgpack.encode
 _read_chunk = reader(_Chunk, "a chunk")
-_read_answer = reader(_Answer, "an answer")
+_read_answer = reader(_Answer, "a reply")
 
 
 class TcpWriter(PathWriter):

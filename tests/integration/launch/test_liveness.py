@@ -12,7 +12,7 @@ Launch = Callable[..., Any]
 
 def ill(run: Any, name: str) -> None:
     """Wait until a process is ended because it is silent."""
-    line = run.wait_for(f"{name} has not answered as it should for")
+    line = run.wait_for(f"{name} has not responded as it should for")
     assert line.endswith(" s (launch.hung_after_s); terminating it")
 
 

@@ -353,8 +353,8 @@ def test_unexpected_error_ends_its_transfer_and_is_logged_once(
     for name in ("t-1", "t-2"):
         assert f"transfer {name} ended: Too many open files" in caplog.text
     assert [record.message for record in caplog.records if "ulimit -n" in record.message] == [
-        "the sender goes on after ZMQError('Too many open files'), without the transfer concerned; "
-        "raise the limit of open files (ulimit -n)"
+        "the sender continues after ZMQError('Too many open files'), without the transfer "
+        "concerned; raise the limit of open files (ulimit -n)"
     ]
     assert_nothing_is_kept(sender)
 

@@ -254,7 +254,7 @@ def test_failed_item_is_reported_and_the_next_is_encoded(
     until(there)
     assert list(placed) == ["b"]
     assert background.take_ended() == ({"broken"}, {"b"})
-    assert "item broken could not be encoded beside the steps" in caplog.text
+    assert "item broken could not be encoded next to the steps" in caplog.text
     assert "no such tower" in caplog.text
     with step(background.turns):
         """Nothing keeps it waiting."""

@@ -20,7 +20,7 @@ from epd_portable.launch.run.process import Child
 
 LAUNCH = Launch(startup_timeout_s=100.0, stop_grace_s=15.0, hung_after_s=30.0)
 NEVER = float("inf")
-HUNG = "has not answered as it should for 30 s (launch.hung_after_s); terminating it"
+HUNG = "has not responded as it should for 30 s (launch.hung_after_s); terminating it"
 
 
 class OwnTime(asyncio.SelectorEventLoop):

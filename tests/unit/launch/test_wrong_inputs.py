@@ -69,7 +69,7 @@ def run(command: str, file: str = "model: demo\n", **env: str) -> Result:
         ),
         (
             "epd-launch plan --platform cuda --hardware 910b-64g --config t.yaml",
-            ["910b-64g is a profile of platform npu", "says cuda; leave --platform out"],
+            ["910b-64g is a profile of platform npu", "is cuda; leave --platform out"],
         ),
         (f"{UP} --port 0", ["'--port'", "0"]),
         (f"{UP} --log-dir t.yaml", ["'--log-dir'", "'t.yaml'"]),
