@@ -179,7 +179,7 @@ def pytest_runtest_makereport(
 
 
 LOG_LINES, LOG_CHARACTERS = 40, 240
-"""Of each log that a failed test shows."""
+"""Most lines and characters of each log that a failed test shows."""
 
 
 def _ends_of_logs(fixtures: Iterable[Any]) -> list[tuple[str, str]]:

@@ -80,7 +80,7 @@ def popen_of(nursery: warm.Nursery) -> Popen:
 
 SHM_BROADCAST = "vllm.distributed.device_communicators.shm_broadcast"
 POLLING_S = 0.02
-"""How long vLLM's workers poll for the next step, until they wait for it: a second by default."""
+"""Seconds for which vLLM's workers poll for a step before they wait: one by default."""
 COLD = "EPD_TEST_COLD"
 """Names the instance that is started, and not forked."""
 _FRESH = ("epd_portable", "tests", "platforms", "runners")

@@ -15,7 +15,7 @@ from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.transfer.curve import CurveKeys
 
 _VARIABLE = "EPD_TEST_SECRET_FILE"
-"""How processes that tests start know the file."""
+"""Variable that names the file to processes of tests."""
 
 
 def secret_file() -> str:

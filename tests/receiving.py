@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def receiving_end(memory: ReceiveMemory, **changes: Any) -> ReceivingEnd:
-    """What a CPU instance gives to the receiver of a path in its scheduler's process."""
+    """Return a CPU instance's arguments for the receiver of a path in its scheduler's process."""
     given: dict[str, Any] = {
         "platform": "cpu",
         "host": "127.0.0.1",

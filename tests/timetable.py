@@ -27,7 +27,7 @@ def cpu_s() -> float:
 
 
 class Timetable:
-    """What one process saw, and in the process that prints also what the workers sent."""
+    """Events of one process, and in the process that prints also the events of the workers."""
 
     def __init__(self) -> None:
         # By folder and phase; from the reports, which workers send by themselves.

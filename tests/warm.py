@@ -48,7 +48,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 
 
 class Child:
-    """What tests use of subprocess.Popen, for a process that another one started."""
+    """Part of subprocess.Popen that tests use, for a process that another one started."""
 
     def __init__(self, pid: int, end: socket.socket, streams: Sequence[IO[str] | None]) -> None:
         self.pid = pid

@@ -1,4 +1,4 @@
-"""What the small models have in common."""
+"""Dimensions that the small models have in common."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ SPREAD = 0.3
 
 
 TOWER = {"model.vision_tower.": "model.vision_tower.vision_model."}
-"""How published checkpoints of models with a tower of CLIP or SigLIP name it."""
+"""Names of the tower in published checkpoints of models with CLIP or SigLIP."""
 
 
 def write_checkpoint(

@@ -1,4 +1,4 @@
-"""What every client asks: one topology with the bundled model, started by ``tests.clients``."""
+"""Server of every client: one topology with the bundled model, started by ``tests.clients``."""
 
 from __future__ import annotations
 

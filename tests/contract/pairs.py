@@ -25,7 +25,7 @@ PATHS = [entry.name for entry in paths.PATHS if not paths.missing(entry)]
 
 @dataclass(frozen=True)
 class Pair:
-    """Where an encode instance and a PD instance compute."""
+    """Platforms on which an encode instance and a PD instance compute."""
 
     encode: str
     prefill: str
@@ -36,7 +36,7 @@ class Pair:
         return min(1, registry.get(self.prefill).device_count() - 1)
 
     def refusal(self, path: str) -> str:
-        """What the registry must say against a path; empty if the pair can take it."""
+        """Return the registry's reason against a path; empty if the pair can take it."""
         can = paths.entry(path)
         hosts = [each for each in (self.encode, self.prefill) if not TRAITS[each].needs_device_copy]
         if can.devices_only and hosts:
@@ -48,7 +48,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Route:
-    """One path between the two ends of a pair."""
+    """A path between the two ends of a pair."""
 
     path: str
     pair: Pair
@@ -67,7 +67,7 @@ class Route:
 
     @property
     def has_devices(self) -> bool:
-        """Whether the ends have a device each where the path's library refuses to share one."""
+        """Return whether the ends have a device each where the path's library refuses to share."""
         one_each = self.path == "collective" and TRAITS[self.pair.encode].one_rank_a_device
         return not one_each or self.pair.prefill_index > 0
 
@@ -77,18 +77,18 @@ class Route:
 
     @property
     def needs_nobody(self) -> bool:
-        """Whether a write to a pool succeeds whose owner was killed: nobody reads it."""
+        """Return whether a write to a pool succeeds whose owner was killed, without a reader."""
         entry = paths.entry(self.path)
         return not entry.receiver and not entry.device_memory
 
     @property
     def in_one_piece(self) -> bool:
-        """Whether a write looks at the clock only before and after it."""
+        """Return whether a write looks at the clock only before and after it."""
         return paths.queues_copies(self.path, self.pair.encode) or self.path == "nixl"
 
     @property
     def queues(self) -> bool:
-        """Whether the producer's device makes the whole write by itself."""
+        """Return whether the producer's device makes the whole write on its own."""
         passes_host = not paths.entry(self.path).device_memory
         blocks = passes_host and TRAITS[self.pair.encode].foreign_pages_block
         return paths.queues_copies(self.path, self.pair.encode) and not blocks
@@ -99,7 +99,7 @@ class Route:
 
 
 def encode_peer(platform: str, names: list[str]) -> PeerDescriptor:
-    """What an encode instance says of itself."""
+    """Describe an encode instance, as it does itself."""
     return PeerDescriptor(
         instance="encode-0",
         session=new_session(),

@@ -45,7 +45,7 @@ _generations = itertools.count(1)
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How a consumer is opened; further ranks of an instance have its pool's name."""
+    """Arguments that open a consumer; further ranks of an instance have its pool's name."""
 
     route: Route
     pool: str

@@ -136,7 +136,7 @@ class RemoteGroup(CollectiveGroup):
 
 
 class _Ranks:
-    """What the process does; every method runs in a thread of its own."""
+    """Work of the process; every method runs in a thread of its own."""
 
     def __init__(self) -> None:
         self._groups: list[CollectiveGroup] = []

@@ -82,7 +82,7 @@ def test_claim_order_follows_start_and_preemption_of_its_request(
 def test_running_request_takes_space_of_requests_not_started(
     desk: Desk,
 ) -> None:
-    """They may wait for its seat."""
+    """Requests that have not started may wait for its seat."""
     for name in ("seated", "waits"):
         desk.claim(name, name, 4)
     desk.reserve()
@@ -564,7 +564,7 @@ def test_item_without_media_is_retained_before_others_compute(
 
 
 def test_item_is_not_left_to_request_that_prefix_cache_covers(desk: Desk) -> None:
-    """It encodes what it needs, and nothing more; one that cannot encode has its own transfer."""
+    """A request encodes its own needs only; one that cannot encode has its own transfer."""
     desk.claim_local("r", "a", 4)
     desk.reserve()
     assert desk.may_encode("r")

@@ -1,4 +1,4 @@
-"""One suite over every CollectiveGroup: what a writer may rely on.
+"""Suite over every CollectiveGroup: guarantees for a writer.
 
 Each test makes a group of its own and drives every rank from a thread of its own, which is never
 the thread that made it. Ranks on devices have one device each; with HCCL one process each too.

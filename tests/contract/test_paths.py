@@ -1,4 +1,4 @@
-"""What every transfer path must do: one suite over paths, pairs of platforms, dtypes and sizes.
+"""Duties of every transfer path: one suite over paths, pairs of platforms, dtypes and sizes.
 
 The producer is in this process, the consumer always in one of its own.
 """
@@ -49,7 +49,7 @@ def route(request: pytest.FixtureRequest) -> Route:
 
 @pytest.fixture(scope="module")
 def shared(route: Route) -> Iterator[Consumer]:
-    """One consumer for all tests of a route that leave it as they found it."""
+    """Yield a consumer for all tests of a route that leave it as they found it."""
     made = Consumer(route)
     yield made
     made.close()

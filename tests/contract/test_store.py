@@ -1,4 +1,4 @@
-"""What every kind of store does: files on a disk, and a real redis-server."""
+"""Contract of every kind of store: files on a disk, and a real redis-server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One suite, two kinds of devices: NVIDIA where there is one, Ascend over its simulated runtime."""
+"""Fixtures of one suite for NVIDIA, where there is one, and Ascend over its simulated runtime."""
 
 from __future__ import annotations
 

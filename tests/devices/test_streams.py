@@ -16,7 +16,7 @@ from epd_portable.platforms.base import DeviceEvent, Platform
 ELEMENTS = 1 << 16
 AMPLE_S = 60.0
 REST_CYCLES = 400_000_000
-"""Of a device's clock: a fifth of a second or more."""
+"""Cycles of a device's clock: a fifth of a second or more."""
 REST_US = 500_000
 
 

@@ -22,7 +22,7 @@ TOLERANCE_BFLOAT16 = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One chat completion: its tokens, their log-probabilities and the items' reports.
+    """A chat completion: its tokens, their log-probabilities and the items' reports.
 
     Attributes:
         alternatives: For each token, log-probabilities of the likeliest ones at its place.

@@ -28,7 +28,7 @@ from tests.forked import Popen
 
 ROOT = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-"""Of what is started: engines may be in a folder that only this variable names."""
+"""Path of started processes: engines may be in a folder that only this variable names."""
 CONFIG = ROOT / "configs" / "1e1pd.yaml"
 ENGINE_MODULES = (
     "vllm.entrypoints.openai.api_server",
@@ -40,10 +40,10 @@ ENGINE_MODULES = (
     "zmq",
     "tests.e2e.processors",
 )
-"""What engines are forked from imports these; the rest is imported by those that need it."""
+"""Modules imported by the process from which engines are forked; others are imported if needed."""
 CPU_MODULES = (*ENGINE_MODULES, "vllm.v1.worker.cpu_worker")
 KV_BLOCKS = 1024
-"""Of engines on the CPU: 131,072 tokens. Their GiB is written page by page whenever one starts."""
+"""Blocks of engines on the CPU: 131,072 tokens. Each start writes their GiB page by page."""
 VIDEOS: dict[str, Any] = {"limit_mm_per_prompt": {"video": 2}, "skip_mm_profiling": True}
 """Engine arguments by which the demo's model takes videos."""
 

@@ -19,7 +19,7 @@ from tests.metrics_page import total
 DEADLINE_S = 90.0
 _COUNTED = {"ec_producer": "epd_encode_", "ec_consumer": "epd_pd_"}
 RESTART_S = 400.0
-"""Of an engine, on a machine that is busy."""
+"""Seconds for the restart of an engine, on a machine that is busy."""
 
 
 def instance(launcher: int, ec_role: str) -> psutil.Process:

@@ -1,4 +1,4 @@
-"""What must hold of a topology beside plain vLLM, on every platform and transfer path."""
+"""Equality of a topology with plain vLLM, on every platform and transfer path."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COUNTS_NOTHING = (0, 28)
 
 
 SMOKE = ("one picture", "one picture twice", "text, picture, text, picture")
-"""Of `SINGLE`, where another module compares all of them."""
+"""Part of `SINGLE`, where another module compares all of them."""
 
 
 def assert_answer_is_that_of_one_process(pair: Pair, content: Any) -> None:

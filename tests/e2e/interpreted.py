@@ -17,7 +17,7 @@ HAS_TRITON = {
     # Its kernel asks a loop's index for a conversion, which is a plain number when interpreted.
     "vllm.v1.sample.ops.topk_topp_sampler": False,
 }
-"""What modules of vLLM believe, in which order ever they are imported."""
+"""Values of `HAS_TRITON` in modules of vLLM, in any order of imports."""
 
 
 class _Finder:

@@ -1,4 +1,4 @@
-"""What must hold of a PD instance of two ranks, on every platform: one transfer, placed by both."""
+"""Suite for a PD instance of two ranks, on every platform: one transfer, placed by both."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def until(probe: Callable[[], Any]) -> Any:
 
 
 shm_prefixes: set[str] = set()
-"""Of the runs whose processes `ours` has seen."""
+"""Prefixes of the runs whose processes `ours` has seen."""
 
 
 def ours() -> dict[int, str]:

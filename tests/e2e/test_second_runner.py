@@ -31,7 +31,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Iterat
 
 
 class TestSecondRunner(FloatSmoke):
-    """Its own hooks are what carries an item, and not the mixins of the first."""
+    """Items travel by the hooks of the second runner, not by the mixins of the first."""
 
     def test_instances_have_the_second_runner(self, pair: Pair) -> None:
         loaded = pair.split.events("model.loaded", since_s=0)

@@ -1,4 +1,4 @@
-"""What a run has, counted: processes, file descriptors and files."""
+"""Census of a run: processes, file descriptors and files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SOCKET = re.compile(r"-\d+-(handshake|in|out)$")
 
 @dataclass(frozen=True)
 class Census:
-    """One count.
+    """Result of a count.
 
     Attributes:
         processes: Number of processes by name.

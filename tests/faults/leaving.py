@@ -14,7 +14,7 @@ import httpx
 
 @dataclass
 class Outcome:
-    """How it ended.
+    """Result of the run.
 
     Attributes:
         answered: How many were answered rightly and in time.

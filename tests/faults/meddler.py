@@ -16,7 +16,7 @@ from epd_portable.transfer.curve import CurveGate, secure_client
 from tests.keyring import keys
 
 Fault = Callable[[random.Random, bytes], list[tuple[float, bytes]]]
-"""What becomes of one message: ``(delay_s, bytes)`` of each that is passed on, in seconds."""
+"""Effect on a message: ``(delay_s, bytes)`` of each that is passed on, in seconds."""
 
 
 def untouched(chance: random.Random, data: bytes) -> list[tuple[float, bytes]]:
@@ -47,7 +47,7 @@ def truncated(chance: random.Random, data: bytes) -> list[tuple[float, bytes]]:
 
 
 def everything(chance: random.Random, data: bytes) -> list[tuple[float, bytes]]:
-    """One of the others, for each message anew."""
+    """Apply one of the others, chosen again for each message."""
     fault = chance.choice((untouched, dropped, duplicated, delayed, reordered, truncated))
     return fault(chance, data)
 
@@ -58,7 +58,7 @@ LOSSY = (dropped, truncated, everything)
 
 @dataclass(frozen=True)
 class Seen:
-    """One message that came by.
+    """A message that came by.
 
     Attributes:
         producer: ZMQ identity of the producer at one end.

@@ -1,4 +1,4 @@
-"""How many items the workers of a run have placed, as the trace says."""
+"""Number of items that the workers of a run have placed, by the trace."""
 
 from __future__ import annotations
 

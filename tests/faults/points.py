@@ -71,7 +71,7 @@ class Faults:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the processes need to obey."""
+        """Variables that make processes obey."""
         return {"EPD_TEST_FAULTS": str(self.folder)}
 
     def know(self, name: str, pid: int) -> None:

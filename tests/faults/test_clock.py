@@ -75,7 +75,7 @@ def test_topology_works_under_wall_clock_jumps(
 def test_leaping_monotonic_clock_ends_leases_and_loses_nothing(
     tmp_path: Path, close: Close, path: str
 ) -> None:
-    """As after a machine was asleep and its clock went on: every deadline has passed at once."""
+    """The clock leaps, as after a machine was asleep: every deadline has passed at once."""
     leap_s = 0.0
     address, _ = addresses(tmp_path)
     pd = consumer(path, address, close, clock=lambda: time.monotonic() + leap_s)

@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.needs_vllm, pytest.
 
 WAIT_S, LEASE_S = 8.0, 2.0
 DEADLINE_S = 60.0
-"""Of a request: two attempts of which each may wait for its items, on a machine that is busy."""
+"""Seconds for a request: two attempts, each with a wait for its items, on a busy machine."""
 IDLE = (
     ("ec_producer", "vllm:num_requests_running"),
     ("ec_producer", "vllm:num_requests_waiting"),
@@ -57,7 +57,7 @@ QUESTIONS: list[Any] = [
     for seed in range(500, 512, 2)
 ]
 FIRST = ("encode_job", "transfer.begun", "item.landed")
-"""Whoever has no time for all points strikes everybody at these."""
+"""Points at which every victim is struck, where there is no time for all points."""
 CASES = [
     pytest.param(victim, point)
     for point in sorted(POINTS, key=lambda point: point not in FIRST)
@@ -113,7 +113,7 @@ class Engines:
         return {process.pid for process in psutil.Process(self.split.pid).children()}
 
     def back(self, before: set[int]) -> bool:
-        """Whether another process has come for a killed one, and all serve and get requests."""
+        """Return whether a process has replaced a killed one, and all serve and get requests."""
         servers = self.servers()
         if servers == before or len(servers) < len(before):
             return False
@@ -133,7 +133,7 @@ class Engines:
         return left + [f"{self.count()} processes"] * (self.count() != self.processes)
 
     def pool_is_empty(self) -> bool:
-        """Whether every slot is free, after the encoder cache was emptied."""
+        """Return whether every slot is free, after the encoder cache was emptied."""
         assert self.ask("hello")[0] == 200
         return metric(self.split.pid, "ec_consumer", "epd_pd_pool_used_bytes") == 0
 

@@ -37,9 +37,9 @@ ALWAYS = {
     (PD_SCHEDULER, "transfer.written"),
     (FRONT, "encode.begin"),
 }
-"""Where a process takes most with it that others have to miss; the rest with ``--full``."""
+"""Points at which a death takes most from other processes; the rest with ``--full``."""
 ALWAYS_IN_A_GROUP = {(ENCODER_WORKER, "transfer.begun"), (PD_WORKER, "transfer.begun")}
-"""Where the other member of a group counts on the one that is gone; the rest with ``--full``."""
+"""Points at which the other member of a group relies on the dead; the rest with ``--full``."""
 CASES = [(victim, point) for victim in VICTIMS if victim is not LAUNCHER for point in POINTS]
 
 

@@ -23,7 +23,7 @@ CLIENTS = 6
 MORE = 6
 """Requests that are answered after each event, before the next one."""
 PAUSE_S = 0.05
-"""Of a client after each answer: without one, clients compute for all the time of a start."""
+"""Seconds between two requests of a client: without a pause, clients compute during each start."""
 
 
 class MixedLoad:

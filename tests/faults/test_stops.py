@@ -31,7 +31,7 @@ ALWAYS = {
     (PD_SCHEDULER, "transfer.written"),
     (PD_WORKER, "item.landed"),
 }
-"""Where a process holds something that others want back; the rest with ``--full``."""
+"""Points at which a process holds something that others need; the rest with ``--full``."""
 CASES = [
     pytest.param(victim, point, marks=() if (victim, point) in ALWAYS else pytest.mark.full)
     for victim in (ENCODER_WORKER, ENCODER_SCHEDULER, PD_WORKER, PD_SCHEDULER, FRONT)

@@ -48,7 +48,7 @@ REQUEST_DEADLINE_S = 5 * WAIT_S
 """Seconds: two tries of which each waits for its items, and what lies between."""
 DEADLINE_S = 60.0
 START_S = 180.0
-"""Of everything at once, torch and all."""
+"""Seconds for the start of all processes at once, with torch."""
 POOL_BYTES = 4 << 20
 MODEL = ROOT / "epd_portable" / "demo" / "model"
 PYTHONPATH = f"{Faults.HOOKS}:{ROOT}"
@@ -80,7 +80,7 @@ def nursery() -> warm.Nursery:
 
 @dataclass(frozen=True)
 class Reply:
-    """How a request ended.
+    """Result of a request.
 
     Attributes:
         status: 0 if the connection broke, or the response was not ended by the model.
@@ -101,7 +101,7 @@ def role_of(config: InstanceConfig) -> Role:
 
 
 class Topology:
-    """One run: encoders and PD instances, the front and the launcher.
+    """A run: encoders and PD instances, the front and the launcher.
 
     Args:
         folder: For logs and traces; made here.
@@ -348,7 +348,7 @@ class Topology:
         return not seen["counts"]["down"]
 
     def recovered(self) -> bool:
-        """Whether everything is healthy, and nobody is on the way down."""
+        """Return whether every process is healthy, and none is about to end."""
         if not self.healthy():
             return False
         processes = self.census().processes
@@ -378,7 +378,7 @@ class Topology:
             time.sleep(_POLL_S)
 
     def nothing_left(self) -> bool:
-        """Whether no process, port, temporary folder or shared file of the run is left."""
+        """Return whether no process, port, temporary folder or shared file of the run is left."""
         return (
             not sessions.members([], self.run_id)
             and all(is_free(port) for port in self.ports)

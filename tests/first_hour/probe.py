@@ -1,4 +1,4 @@
-"""What one device does with this package's own code; prints figures for ci/first_hour.py.
+"""Probe of one device with this package's own code; prints figures for ci/first_hour.py.
 
     python -m tests.first_hour.probe cuda|npu
 

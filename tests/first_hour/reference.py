@@ -1,4 +1,4 @@
-"""One plain vLLM for all stages: ``python -m tests.first_hour.reference PLATFORM``, until ended."""
+"""Plain vLLM for all stages: ``python -m tests.first_hour.reference PLATFORM``, until ended."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ GIB = 1 << 30
 DTYPES = {"cuda": "float32", "npu": "bfloat16", "cpu": "float32"}
 """Ascend's attention has no float32."""
 ENV = {"TRITON_F32_DEFAULT": "ieee", "TORCH_COMPILE_DISABLE": "1"}
-"""Of both sides of a comparison: Triton multiplies float32 as TF32 by itself."""
+"""Variables of both sides of a comparison: Triton multiplies float32 as TF32 by default."""
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32]
 IS_SIMULATED = importlib.util.find_spec("ascend_sim") is not None
-"""Whether a rehearsal runs over the simulated Ascend runtime, which is small and has no graphs."""
+"""True in a rehearsal over the simulated Ascend runtime, which is small and has no graphs."""
 
 
 def engine_args(platform: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ SHARED = (
     f"{PD}.engine_args.gpu_memory_utilization=0.3",
     f"{PD}.engine_args.kv_cache_memory_bytes={GIB}",
 )
-"""Of instances that share a device."""
+"""Settings of instances that share a device."""
 SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 ENCODE_BYTES = 2 * GIB
 """Context, workspaces of kernels and the demo model's tower; its share is a fifth of a device."""
@@ -51,7 +51,7 @@ SYNCHRONOUS = ("synchronous", f"{PD}.engine_args.async_scheduling=false")
 
 @dataclass(frozen=True)
 class Way:
-    """How items travel, and what the topology is asked for besides.
+    """Transfer path of items, and further settings of the topology.
 
     Attributes:
         path: Of the items.
@@ -155,7 +155,7 @@ def memory_by_process() -> dict[int, int]:
 
 
 class Items:
-    """What must hold of the items, whatever is in front."""
+    """Tests of the items, with any front end."""
 
     def test_items_travel_by_the_path_that_was_asked_for(self, pair: Pair, way: Way) -> None:
         answer = ask(pair.split.url, [picture(40), picture(41), ASK])
@@ -174,7 +174,7 @@ class ManyItems(Items):
 
 @by(BFLOAT16)
 class TestInBfloat16(Items):
-    """Where attention has no float32."""
+    """Tests where attention has no float32."""
 
     @pytest.mark.parametrize("content", SINGLE.values(), ids=SINGLE)
     def test_an_answer_is_as_likely_as_that_of_one_process(self, pair: Pair, content: Any) -> None:
@@ -212,7 +212,7 @@ class TestInFloat32(ManyItems, FloatEquality):
         assert max(ended, ready) <= answered
 
     def test_encoder_takes_memory_of_its_tower_and_no_more(self, pair: Pair, way: Way) -> None:
-        """Nothing is profiled there, so nothing may be taken for a KV cache or activations."""
+        """No model is profiled there, so no memory may be taken for a KV cache or activations."""
         if way.platform == "cpu" or way.mode[0] == "encoder-graphs":
             pytest.skip("asks nvidia-smi, of a tower without graphs")
         used = memory_by_process()

@@ -24,14 +24,14 @@ DEADLINE_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Received:
-    """One request as it reached an instance."""
+    """A request as it reached an instance."""
 
     path: str
     headers: dict[str, str]
     raw: bytes
     query: str = ""
     scope: Any = None
-    """Of the request in the server."""
+    """Scope of the request in the server."""
 
     @property
     def body(self) -> Any:

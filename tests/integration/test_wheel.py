@@ -1,4 +1,4 @@
-"""What a user gets who installs the wheel."""
+"""Content of the wheel, as a user installs it."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Platform:
         return torch.device("cpu")
 
     def set_device(self, index: int) -> None:
-        """There is one."""
+        """Do nothing, with one device only."""
 
     def memory_info(self, index: int) -> MemoryInfo:
         return MemoryInfo(free_bytes=0, total_bytes=0)
@@ -208,7 +208,7 @@ def content_of(output: torch.Tensor) -> int:
 
 
 class EncodeWorkerHalf:
-    """One worker of an encode instance.
+    """A worker of an encode instance.
 
     Args:
         config: vLLM's.
@@ -242,7 +242,7 @@ class EncodeWorkerHalf:
         self._clock = clock
         self._made: dict[str, Any] = {}
         self._violations: list[str] = []
-        """Of messages: the sender survives errors where they are sent."""
+        """Violations by messages: the sender survives errors where they are sent."""
         with self.seams():
             self._open(config)
 
@@ -353,7 +353,7 @@ class EncodeWorkerHalf:
 
     @property
     def is_sending(self) -> bool:
-        """Whether transfers are under way."""
+        """Return whether transfers are under way."""
         return len(self._sender._session) > 0 or bool(self._sender._inbox)
 
     def receive(self, address: str, message: AnyMessage) -> None:

@@ -38,7 +38,7 @@ class _Writing:
 
 
 class Encoder:
-    """One encode instance through all its lives.
+    """An encode instance through all its lives.
 
     A stopped one does nothing and hears nothing until it goes on; a killed one leaves its writes
     in the middle, and is another one afterwards.

@@ -135,7 +135,7 @@ class PrefillSide:
         self.prefill.arrived(request_id, items, params)
 
     def granted(self, transfer_id: str) -> bool:
-        """Whether a producer may write by this transfer."""
+        """Return whether a producer may write by this transfer."""
         transfer = self.shell._transfers._transfers.get(transfer_id)
         return transfer is not None and transfer.grant is not None
 

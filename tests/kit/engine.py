@@ -57,7 +57,7 @@ class Post:
     fence: LeaseFence = field(default_factory=LeaseFence)
     fenced_paths: frozenset[str] = fenced_paths()
     paths: dict[str, str] = field(default_factory=dict)
-    """Of each encoder; with others there is none in common."""
+    """Path of each encoder; with others there is none in common."""
     inbox: list[tuple[bytes, AnyMessage]] = field(default_factory=list)
     outbox: list[tuple[bytes, AnyMessage]] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
@@ -94,7 +94,7 @@ class Post:
         return producer.session in self.gone
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no resource is open."""
 
 
 class Drafter:
@@ -344,7 +344,7 @@ class Engine:
         self.recomputed: set[str] = set()
         """Requests that were preempted or rolled back."""
         self._paused: set[bool] = set()
-        """Of requests that run (``True``) or wait: those that a pause holds up."""
+        """Running (``True``) or waiting requests that a pause holds up."""
         self._resumed_s = 0.0
         self._expired: set[ItemRequest] = set()
 
@@ -447,13 +447,13 @@ class Engine:
         self._end(request_id, "abort")
 
     def reset_encoder_cache(self) -> None:
-        """As the engine core: workers forget after the steps that they have."""
+        """Reset as the engine core does: workers forget after the steps that they have."""
         self.scheduler.reset_encoder_cache()
         self._execute_all()
         self._worker.forget()
 
     def pause(self, mode: str) -> None:
-        """As the engine core; ``mode`` is ``abort``, ``wait`` or ``keep``."""
+        """Pause as the engine core does; ``mode`` is ``abort``, ``wait`` or ``keep``."""
         from vllm.v1.core.sched.interface import PauseState
         from vllm.v1.request import RequestStatus
 
@@ -712,13 +712,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests, jobs or transfers have not ended, or output of a step is to come."""
+        """Return whether a request, job or transfer has not ended, or a step has output left."""
         waits = self.unfinished or self.jobs or self._worker.is_sending
         return bool(waits or self._flying)
 
     @property
     def is_encoding(self) -> bool:
-        """Whether items are encoded beside steps, or that has not been reported."""
+        """Return whether items are encoded next to steps, or that has not been reported."""
         items = self.scheduler.encoder_cache_manager.items.values()
         return any(each.state is State.ENCODING for each in items)
 
@@ -735,7 +735,7 @@ class Engine:
 
     @property
     def has_tokens_left(self) -> bool:
-        """Whether a step holds an item beside all that decode, where it must hold it whole."""
+        """Return whether a step holds an item next to all that decode, if it must hold it whole."""
         spec = self._sizes.lookahead
         spare = self._sizes.tokens - len(self.scheduler.running) * (1 + spec)
         whole = self._sizes.whole_items * (1 + spec + max(self._sizes.items.values()))

@@ -16,7 +16,7 @@ PARTIAL = "(in some ranks)"
 
 
 class Violation(AssertionError):
-    """Something that must hold does not."""
+    """Violation of an invariant."""
 
 
 class PoolMemory:
@@ -71,7 +71,7 @@ class Read:
 
 @dataclass
 class Work:
-    """What a worker does in one step.
+    """Work of a worker in one step.
 
     Attributes:
         planned: The step, as vLLM's scheduler put it out.
@@ -142,13 +142,13 @@ class Worker:
         self.revoked: set[int] = set()
         """Grants that were taken back: what the worker itself receives is not written for them."""
         self.ranks = 1
-        """Of which each encodes what is not encoded beside steps."""
+        """Number of ranks, of which each encodes the items that are not encoded next to steps."""
         self._outdated: set[str] = set()
         """Encoded in the background when weights changed."""
         self.fails_once: set[str] = set()
         """Items that one rank cannot encode the next time."""
         self.hangs = False
-        """Nothing is encoded in the background."""
+        """No item is encoded in the background."""
         self.seen: Counter[str] = Counter()
 
     @property

@@ -1,4 +1,4 @@
-"""How large a prefill+decode side is, and what requests ask of it."""
+"""Sizes of a prefill+decode side, and its requests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """How a request asks for one item.
+    """Form in which a request has one item.
 
     Attributes:
         moved: By a transfer of its own.

@@ -28,14 +28,14 @@ class _Reading:
     load: Any
     turns: int
     content: str | None
-    """Of the entry when the read began; none without an entry."""
+    """Content of the entry when the read began; none without an entry."""
 
 
 class _Closes:
     """A store that nothing reads: `Shelf` does."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no resource is open."""
 
 
 class Shelf:

@@ -1,4 +1,4 @@
-"""How much the property tests try: little and always the same in CI, more when asked for.
+"""Budget of the property tests: few fixed examples in CI, more on request.
 
 ``pytest tests/property --hypothesis-profile=thorough`` tries twenty times as much, with another
 seed in every run.

@@ -1,4 +1,4 @@
-"""One front over played engines, in which a random number says what happens next.
+"""A front over played engines, in which a random number selects the next event.
 
 The front is `SplitClient` with `Engines`, whole but for sockets; engines are played: they take what
 vLLM's client would send, and put out what vLLM's would. What they do not reproduce: steps, whose
@@ -43,7 +43,7 @@ STEPS = 60
 MOST_STEPS = 5_000
 """Until everybody is answered when nothing goes wrong any more."""
 TOKENS = 3
-"""Of an answer: what it is to, and what its pictures are, with each."""
+"""Tokens of a response, each with the number of its request and its images."""
 
 
 @dataclass(eq=False)
@@ -64,12 +64,12 @@ class Asked:
 
 
 class Life:
-    """One life of an engine, in the place of vLLM's client of it."""
+    """A life of an engine, in the place of vLLM's client of it."""
 
     def __init__(self, name: str, loads: Callable[[str], bool]) -> None:
         self.name = name
         self.loads = loads
-        """Whether an entry of the store is there when it is loaded."""
+        """Predicate: an entry of the store is there when it is loaded."""
         self.requests: dict[str, EngineCoreRequest] = {}
         self.said: dict[str, int] = {}
         self.cached: dict[str, list[int]] = {}
@@ -77,7 +77,7 @@ class Life:
         """For requests that have found it, by request and item."""
         self.entries: dict[str, bool] = {}
         self.requested: list[str] = []
-        """These two the front has not been told yet."""
+        """Requested transfers. The front has received neither these nor `entries` yet."""
         self.on_demand: dict[str, bool] = {}
         """Transfers, and whether it has asked for them."""
         self.brought: dict[str, list[int]] = {}
@@ -204,7 +204,7 @@ class Store:
 
 
 class World:
-    """One front, and everything around it.
+    """A front, and its surroundings.
 
     Args:
         seed: Of all that is random.

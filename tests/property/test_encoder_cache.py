@@ -39,7 +39,7 @@ seldom = st.integers(0, 4).map(lambda number: number == 0)
 
 
 class Wish(NamedTuple):
-    """One place of an item in a prompt.
+    """A place of an item in a prompt.
 
     ``moved`` by a transfer of the request's own, ``bare`` so, too, and cannot be encoded here;
     ``local`` is encoded here unless a transfer of another request brings it.
@@ -71,7 +71,7 @@ class EncoderCacheModel(RuleBasedStateMachine):
         self.count = 0
         self.prompts: dict[str, dict[int, Wish]] = {}
         self.resident: dict[str, Slot] = {}
-        """Of items that have landed, until the workers have forgotten them."""
+        """Slots of items that have landed, until the workers have forgotten them."""
         self.under_way: deque[tuple[int, list[Slot]]] = deque()
 
     def who(self, name: str) -> ItemRequest:
@@ -243,7 +243,7 @@ class EncoderCacheModel(RuleBasedStateMachine):
         return claim.is_served and not under_way and position(claim) > position(first)
 
     def _space_comes_back(self, first: Claim) -> bool:
-        """Whether a slot is on its way, or a request holds all that it needs and will compute."""
+        """Return whether a slot is on its way, or a request holds all items and will compute."""
         item = first.item
         if item.transfers and self.cache.num_freeable_slots >= item.num_embeds:
             gone = any(not self._is_entry(name) for name in self.resident)

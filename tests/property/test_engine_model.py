@@ -19,7 +19,7 @@ pytestmark = pytest.mark.needs_vllm
 
 SEEDS = 400
 THOROUGH_S = 500
-"""Of the processor."""
+"""Seconds of processor time."""
 DEADLINE_S = 600
 """For a process on a busy machine, with what it takes to import vLLM."""
 MUST_HAPPEN = {

@@ -34,7 +34,7 @@ MAX_REQUESTS, MAX_LIVES, HISTORY = 5, 4, 30
 MAX_ENDED, MAX_EARLY = 4, 2
 EXAMPLES, STEPS = 80, 60
 STEPS_IN_ALL = 10_000
-"""Of the four kinds of instance below, at the least."""
+"""Fewest steps of the four kinds of instance below together."""
 
 seldom = st.integers(0, 3).map(lambda number: number == 0)
 names = st.lists(st.sampled_from(sorted(SIZES)), min_size=1, max_size=3)

@@ -1,4 +1,4 @@
-"""What a peer may send: any bytes at all are a message or a `ProtocolError`, at a bounded cost."""
+"""Input of peers: any bytes at all are a message or a `ProtocolError`, at a bounded cost."""
 
 from __future__ import annotations
 

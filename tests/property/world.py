@@ -22,7 +22,7 @@ POOL_TOKENS, CACHE_TOKENS = 5, 7
 
 
 class Unit(NamedTuple):
-    """What stands in one unit of a pool."""
+    """Content of one unit of a pool."""
 
     mm_hash: str
     index: int
@@ -48,7 +48,7 @@ class Memory:
 
 
 class Pd:
-    """One PD instance through all its lives."""
+    """A PD instance through all its lives."""
 
     def __init__(self, name: str, *, path: str, copies: bool) -> None:
         self.address = f"tcp://{name}:1"
@@ -132,7 +132,7 @@ class Pd:
 
 
 class Encoder:
-    """One encode instance through all its lives; `progress` counts the units that were written."""
+    """An encode instance through all its lives; `progress` counts the units that were written."""
 
     def __init__(self, name: str, fingerprint: str = FINGERPRINT) -> None:
         self.name = name

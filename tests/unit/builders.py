@@ -53,7 +53,7 @@ class FakeFeature:
 
 @dataclass(frozen=True)
 class FakeRequest:
-    """What the bookkeeping reads of vLLM's ``Request``: ids, items and their sizes. No tokens."""
+    """Part of vLLM's ``Request`` that the bookkeeping reads: ids, items and sizes. No tokens."""
 
     request_id: str
     mm_features: Sequence[FakeFeature]

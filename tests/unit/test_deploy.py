@@ -25,7 +25,7 @@ DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 FOLDERS = sorted(path.parent for path in KUBERNETES.rglob("kustomization.yaml"))
 VERSIONS = ("1.30", "1.36")
-"""Of Kubernetes."""
+"""Versions of Kubernetes."""
 DEVICES = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
 SHM_OF_ENGINES = 1 << 30
 PRE_STOP_S = ENDING_S = 5

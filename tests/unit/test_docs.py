@@ -1,4 +1,4 @@
-"""What the documents name exists, and what a user can set or meet is in them."""
+"""Documents name existing things only, and all that a user can set or meet."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ FIRST_WORDS = re.compile(
 """Words that begin no docstring and no name of a test: a noun or a verb does."""
 CODE_BUDGET = {
     "docstrings": 0,
-    "docstrings of tests": 267,
+    "docstrings of tests": 0,
     "names of tests": 0,
     "names of tests of more than 60 characters": 0,
     "banned words": 86,
@@ -308,7 +308,7 @@ def is_file_of_ours(word: str) -> bool:
 
 
 def exists(word: str) -> bool:
-    """Whether it is in the repository, or, as docs/structures.md says it, in the package."""
+    """Return whether a path is in the repository, or, as in docs/structures.md, in the package."""
     return any((folder / word).exists() for folder in (ROOT, PACKAGE, ROOT / "docs", ROOT / "ci"))
 
 

@@ -158,7 +158,7 @@ def test_carried_model_infos_are_in_the_cache_of_vllm(tmp_path: Path) -> None:
 
 
 def test_reference_starts_with_the_stage_that_uses_it(tmp_path: Path) -> None:
-    """Which finds in its log where it is, or that it has ended."""
+    """The stage finds in the reference's log its address, or its end."""
     waits_for_it = """until grep -qx ended "$EPD_TEST_REFERENCE"; do sleep 0.1; done"""
     hour = Hour(tmp_path, [stage("compares", waits_for_it, compares=True)], "no platform")
     hour.run(total_s=600)

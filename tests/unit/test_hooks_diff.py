@@ -1,4 +1,4 @@
-"""What a release of vLLM changed: tiny releases, and the table of hooks against the sources."""
+"""Changes of a release of vLLM: tiny releases, and the table of hooks against the sources."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def env(checkout: Path) -> Venv:
 
 @pytest.fixture
 def pip_instead(monkeypatch: pytest.MonkeyPatch) -> FakeInstaller:
-    """What is in pip's place when uv fails; it is given what pip would be given."""
+    """Replace pip, for a failure of uv, by a fake that gets pip's arguments."""
     pip = FakeInstaller()
 
     def made(python: Path, indexes: Sequence[str] = ()) -> FakeInstaller:

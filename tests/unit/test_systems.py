@@ -17,13 +17,13 @@ from ci import suite
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "tests/requirements.md"
 RUNS_IN = {"engines": "tests/e2e/", "simulated": "tests/npu_sim/", "parts": "tests/", "full": ""}
-"""Where the tests of a row are that is shown so; ``full``: anywhere, but only in the full run."""
+"""Folder of the tests of a row, by its mark; ``full``: anywhere, but only in the full run."""
 WORDS = {*RUNS_IN, "otherwise", "no", "not run"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the page."""
+    """A row of the page."""
 
     title: str
     where: str
@@ -43,14 +43,14 @@ def rows() -> list[Row]:
 
 @dataclass(frozen=True)
 class Shown:
-    """One test, or those of a file."""
+    """A test, or those of a file."""
 
     path: str
     is_full: bool
 
 
 def is_full(*nodes: ast.AST) -> bool:
-    """Whether the marker stands there by itself, not with one parameter of several."""
+    """Return whether the marker is there for all, not for one parameter of several."""
     return any("pytest.mark.full" in ast.unparse(each) for each in nodes)
 
 

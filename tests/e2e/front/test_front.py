@@ -264,7 +264,7 @@ FORMS: dict[str, tuple[str, Any, str]] = {
     "a part of a batch": (shapes.BATCH, picture(1, 28), "utf-8"),
     "a part to tokenize": (shapes.TOKENIZE, {"image_url": URL}, "utf-8"),
 }
-"""How clients write an image: the path, the part, the encoding of the body."""
+"""Forms of an image in requests: the path, the part, the encoding of the body."""
 
 
 @pytest.mark.parametrize("form", FORMS)

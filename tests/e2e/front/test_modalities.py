@@ -28,7 +28,7 @@ from tests.forked import Popen
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
 DIVIDED = {"qwen2_vl": 12, "qwen2_5_vl": 12, "qwen3_vl": 9}
-"""How many KiB the receive pool has: it cannot hold both parts of the longest video."""
+"""Size of the receive pool in KiB, by model: it cannot hold both parts of the longest video."""
 LONG = "frames that the pool cannot hold"
 
 

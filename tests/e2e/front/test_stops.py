@@ -27,7 +27,7 @@ LEASE_S, WAIT_S = 1.0, 4.0
 STOP_S = LEASE_S + LEASE_MARGIN_S + 0.5
 HUNG_AFTER_S = 24.0
 BOUND_S = 60.0
-"""Of a request whose engine stops for a while: much more than a wait and a second try."""
+"""Longest time of a request whose engine stops for a while: more than a wait and a second try."""
 EVENTS = ("encode.begin", "transfer.begun", "transfer.written", "item.landed", "item.placed")
 POINTS = ("before", *EVENTS, "streaming")
 NAMES = {ENCODER_WORKER: "encode-0", PD_WORKER: "prefill_decode-0"}

@@ -88,7 +88,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "shortened videos beside others": {"media_io_kwargs": {"video": {"num_frames": 2}}},
 }
-"""Of some requests, for which the engine gives items names of its own."""
+"""Arguments of some requests, for which the engine gives items names of its own."""
 
 
 CONTENTS = {

@@ -1,4 +1,4 @@
-"""One encode and one prefill+decode engine in float32, for everything that such a pair must do.
+"""Pair of an encode and a prefill+decode engine in float32, for all duties of such a pair.
 
 Their room is short: a pool for four images of 112 x 112 pixels, a queue of a few items; and their
 workers can be slowed and spoiled.

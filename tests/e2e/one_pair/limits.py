@@ -1,4 +1,4 @@
-"""How short the room of the pair is."""
+"""Limits of the pair's space."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from epd_portable.demo import MODEL_DIR
 ITEM_BYTES = (
     16 * json.loads((MODEL_DIR / "config.json").read_text())["vision_config"]["out_hidden_size"] * 4
 )
-"""One picture of 112 x 112 pixels in float32: 16 tokens."""
+"""Bytes of an image of 112 x 112 pixels in float32: 16 tokens."""
 POOL_ITEMS = 4
 QUEUE = 64
 STEP = 512

@@ -1,4 +1,4 @@
-"""Which cache an item comes from when its request is sent again, and what becomes of lost items."""
+"""Caches that serve an item when its request is sent again, and the recovery of lost items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prefill+decode engine encodes by itself, next to its steps."""
+"""Local encoding of a prefill+decode engine, next to its steps."""
 
 from __future__ import annotations
 

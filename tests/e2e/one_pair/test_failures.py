@@ -1,4 +1,4 @@
-"""What clients see when the encoder is slow, gone or wrong, or when room is short."""
+"""Responses to clients when the encoder is slow, gone or wrong, or when space is short."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_text_before_image_is_prefilled_while_encoder_works(pair: Pair) -> None:
     name = "text-first"
 
     def steps() -> list[dict[str, Any]]:
-        """Those of this request: a front that has just begun asks for something itself."""
+        """Return the steps of this request: a front that has just begun sends requests itself."""
         events = pair.split.events("step", since_s=held_s)
         return [
             event

@@ -53,7 +53,7 @@ def test_requests_at_a_full_encode_engine_are_served(pair: Pair) -> None:
 
 
 def test_engine_with_waiting_requests_leaves_cores_to_others(pair: Pair) -> None:
-    """Its workers used to poll meanwhile, for the whole of a core each."""
+    """Workers must not poll meanwhile, which takes the whole of a core each."""
     waits = instance(pair.split.pid, "ec_consumer")
 
     def rests() -> bool:

@@ -41,12 +41,12 @@ ENCODES = {
 }
 """Files, and who encodes in each."""
 SHARED = {"2ep1d": "encode_prefill", "replicas": "encode_prefill_decode"}
-"""Of them, those of whose instances each encodes for the others, with their group."""
+"""Files of which every instance encodes for the others, with their group."""
 QUEUE = 4
 """Items of others that each of these takes at a time."""
 KV = ("1e1p1d", "2ep1d", "1p1d")
 BY_NIXL = "1e1p1d"
-"""Its items travel by NIXL, as its KV does."""
+"""File whose items travel by NIXL, as its KV does."""
 COLD = {forked.COLD: "encode_prefill_decode-0"}
 
 
@@ -220,7 +220,7 @@ def test_prompts_are_computed_where_the_file_says(served: Served) -> None:
 
 
 def test_instances_with_nothing_to_do_rest(served: Served) -> None:
-    """What carries KV by itself asks for it without a pause, on a core that others compute on."""
+    """An engine that carries KV itself polls for it without a pause, on a core of other engines."""
     for each in served.engines():
         server = process(served.split.pid, each["name"])
         wait_until(lambda server=server: rests(server), f"no thread of {each['name']} runs")

@@ -17,7 +17,7 @@ from tests.e2e.conftest import CONFIG, PYTHONPATH, Pair, Split
 from tests.forked import Popen
 
 HOST, OTHER_HOST = "127.0.0.2", "127.0.0.3"
-"""Of the front's launcher and of the other one: only 127.0.0.1 counts as this machine."""
+"""Hosts of the front's launcher and of the other one: only 127.0.0.1 counts as this machine."""
 JOINED = f"encode-0@{OTHER_HOST}"
 ENCODERS = {"encode-0", JOINED}
 PD = "prefill_decode-0"
@@ -27,7 +27,7 @@ SETTINGS = (
     "transfer.wait_timeout_s=120",
     "transfer.lease_s=60",
 )
-"""Of both launchers."""
+"""Overrides of both launchers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from tests.e2e.two_encoders.deployment import (
 
 REFUSED = f"{PD} refuses its items: encoder outputs differ by"
 PAUSE_S = 0.05
-"""Of a client that asks again and again."""
+"""Seconds between two requests of a client that repeats its request."""
 
 
 def pictures(first: int, count: int = 4) -> list[dict[str, Any]]:

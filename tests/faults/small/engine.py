@@ -113,14 +113,14 @@ class SmallCore:
         return outputs, True
 
     def post_step(self, model_executed: bool) -> None:
-        """Nothing follows a step."""
+        """Do nothing: no work follows a step."""
 
     def shutdown(self) -> None:
         self.worker.terminate()
         self.worker.join()
 
     def reset_mm_cache(self) -> None:
-        """There is no cache of processed items."""
+        """Do nothing, without a cache of processed items."""
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)

@@ -51,7 +51,7 @@ class Scheduler(ABC):
 
     @property
     def busy(self) -> bool:
-        """Whether to step."""
+        """Return whether to step."""
         return bool(self.requests)
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What the parts of a small engine say to each other."""
+"""Messages between the parts of a small engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STATES = "EPD_TEST_STATES"
 
 @dataclass(frozen=True)
 class Item:
-    """One image of a request.
+    """An image of a request.
 
     Attributes:
         identifier: Key of the item.
@@ -56,7 +56,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the worker.
+    """A step of the worker.
 
     Attributes:
         freed: Items to forget.
@@ -75,7 +75,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Done:
-    """What the worker reports of a step.
+    """Report of the worker on a step.
 
     Attributes:
         digests: Of what it read, in order.

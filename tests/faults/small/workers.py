@@ -32,7 +32,7 @@ def fingerprint() -> str:
 
 
 class Worker(Protocol):
-    """One end, stepped."""
+    """An end, stepped."""
 
     def step(self, step: Step) -> Done: ...
 

@@ -1,4 +1,4 @@
-"""Of tests of the front."""
+"""Fixtures of tests of the front."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def server_of(client: SplitClient) -> SimpleNamespace:
 PAIRS = {"A": 1, "B": 2, "C": 5}
 """Videos, and how many pairs of frames they have."""
 _EMBEDS = 4
-"""Of a picture, and of a pair of frames."""
+"""Embeddings of an image, and of a pair of frames."""
 
 
 def seen_of(name: str) -> list[int]:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.needs_vllm
 
 CACHE_GB = 0.001
 SIDE, LARGE = 112, 560
-"""Of pictures; a few of the first fit into the cache, and none of the second."""
+"""Sides of images; a few of the first fit into the cache, and none of the second."""
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 ROLES = {"encode": "e-0", "prefill-decode": "pd-0"}
 TAKES_S = 0.05

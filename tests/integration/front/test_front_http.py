@@ -1,4 +1,4 @@
-"""What stands around vLLM's application in the front, before an application of the tests."""
+"""Middleware around vLLM's application in the front, before an application of the tests."""
 
 from __future__ import annotations
 

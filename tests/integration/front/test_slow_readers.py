@@ -36,7 +36,7 @@ configured, client, front = (
 )
 
 TOKENS, CHUNK_BYTES = 2000, 32 << 10
-"""Of one response: 64 MB, if each token were a chunk of its own."""
+"""Size of one response: 64 MB, if each token were a chunk of its own."""
 MOST_BYTES = 24 << 20
 """Buffers of the server and of both sockets: the kernel lets each grow to some megabytes."""
 DEADLINE_S = 60.0

@@ -38,11 +38,11 @@ FORKED = f"import os; os.setsid(); os.dup2(1, 2); from {RUN_PLAN} import main; m
 DEADLINE_S = 30.0
 ROLES = {"encode": "encode", "other": "encode", "pd": "prefill-decode", "front": "front"}
 Options: TypeAlias = list[str] | Callable[[dict[str, int]], list[str]]
-"""Of a stand-in; or the words of another command, from the ports of all."""
+"""Options of a fake process; or the words of another command, from the ports of all."""
 
 
 class Run:
-    """One launcher process with its stand-ins."""
+    """A launcher process with its fake processes."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Run:
             time.sleep(0.02)
 
     def nothing_left(self) -> bool:
-        """Whether no process, port, temporary folder or shared file of the run is left."""
+        """Return whether no process, port, temporary folder or shared file of the run is left."""
         return (
             not sessions.members([], self.run_id)
             and all(is_free(port) for port in self.ports.values())

@@ -26,7 +26,7 @@ ME = f"front-{os.getpid()}"
 
 
 class Engine:
-    """One engine, of this launcher or of another."""
+    """An engine, of this launcher or of another."""
 
     def __init__(self, name: str, role: str, url: str) -> None:
         self.name, self.role, self.url = name, role, url

@@ -1,4 +1,4 @@
-"""What a launcher says of its run: at *ready*, and in the file that ``epd-launch status`` reads."""
+"""Reports of a launcher on its run: at *ready*, and in the file of ``epd-launch status``."""
 
 from __future__ import annotations
 

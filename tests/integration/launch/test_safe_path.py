@@ -55,7 +55,7 @@ def test_the_files_would_run_otherwise(here: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python starts them in a safe folder")
 def test_grandchild_imports_no_file_of_the_folder(here: Path) -> None:
-    """As vLLM does: a process that is spawned, and a python that is told what to do."""
+    """The grandchildren are vLLM's: a spawned process, and a python with a command."""
     code = (
         "import multiprocessing, os, subprocess, sys\n"
         "process = multiprocessing.get_context('spawn').Process(target=print, args=('spawned',))\n"

@@ -123,7 +123,7 @@ def test_shared_memory_of_an_early_killed_process_is_removed(launch: Launch) -> 
 
 
 def test_failed_restart_is_repeated_while_others_serve(launch: Launch) -> None:
-    """Its log cannot be opened, nor read: somebody has taken the folder away."""
+    """The log can be neither opened nor read: its folder is gone."""
     run = launch({"encode-0": [], "front": []}, pauses_s=FAST_RESTART)
     away = run.log_dir.rename(f"{run.log_dir}-away")
     os.kill(run.pid_of("encode-0"), signal.SIGKILL)

@@ -203,7 +203,7 @@ def test_the_oldest_consumer_is_left(
 
 
 def test_a_new_connection_replaces_the_old(server: ControlServer, clients: ControlClients) -> None:
-    """As after a loss of the network that the server has not noticed yet."""
+    """The old one is open, as after a loss of the network that the server has not detected."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as former:
         secure_client(former, keys())
         former.identity = b"client"

@@ -39,7 +39,7 @@ ADDRESSES = {
 }
 DEADLINE_S = 20.0
 SHORT_S = 1.0
-"""How long what must not arrive is waited for."""
+"""Seconds of waiting for a message that must not arrive."""
 
 WORDS = b"nobody else reads this, " * 40
 

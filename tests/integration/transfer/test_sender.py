@@ -246,7 +246,7 @@ def test_a_device_that_fails_ends_whoever_waits_for_its_steps(path: str) -> None
 
 
 def test_a_sender_that_stops_can_be_woken(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread saw the end, and closed the channel under whoever was waking it."""
+    """The thread of the sender may close the channel while another thread wakes it."""
     sender = make_sender(path)
     wake = sender._control.wake
 
@@ -399,7 +399,7 @@ def test_a_turn_that_fails_is_followed_by_others(
 def test_transfer_is_refused_after_the_thread_has_ended(
     path: str, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """It ends at once of what is no `Exception`, and of others when every transfer is late."""
+    """An error that is no `Exception` ends the sender at once, another once transfers are late."""
     sender = make_sender(path, wait_timeout_s=0.2)
 
     def fail(*args: object) -> None:

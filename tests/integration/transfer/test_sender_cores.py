@@ -1,4 +1,4 @@
-"""Where the encode worker's threads run, and with how many, when OpenMP binds its own."""
+"""Cores of the encode worker's threads, and their number, when OpenMP binds its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who does not hold the secret, on any address: never heard, and no burden.
+"""Peers without the secret, on any address: ignored, and no burden.
 
 Strangers speak ZMQ's protocol byte by byte here, so that they can do what its library never does.
 """
@@ -25,7 +25,7 @@ DEADLINE_S = 20.0
 FLOOD_BYTES = 64 << 20
 FRAME_BYTES = 8 << 10
 LITTLE_BYTES = 16 << 20
-"""What a process may grow by while a flood runs against it."""
+"""Most bytes by which a process may grow while a flood runs against it."""
 MORE = b"\x03"
 """Flags of a frame with a length of 8 bytes to which others of the same message follow."""
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 LIMIT = 1 << 20
 SIDE = 3000
-"""Of pictures beyond the limit of 1 Mi pixels."""
+"""Side of images beyond the limit of 1 Mi pixels."""
 os.environ |= {"VLLM_MAX_IMAGE_PIXELS": str(LIMIT), "VLLM_MAX_AUDIO_DECODE_DURATION_S": "10"}
 
 import cv2  # noqa: E402

@@ -1,4 +1,4 @@
-"""What versions of vLLM differ in, and what the plug-in refuses to serve."""
+"""Differences between versions of vLLM, and requests that the plug-in refuses."""
 
 from __future__ import annotations
 

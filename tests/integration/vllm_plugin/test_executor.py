@@ -1,4 +1,4 @@
-"""Which steps the workers of a PD instance on the CPU hear of."""
+"""Steps that the workers of a PD instance on the CPU receive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.needs_vllm
 
 
 class NothingButMetadata(KVConnectorMetadata):
-    """Of a KV connector, whose workers look in every step for what has arrived."""
+    """Metadata of a KV connector, whose workers look in every step for arrived blocks."""
 
 
 HINTS = {"num_common_prefix_blocks", "num_spec_tokens_to_schedule", "skip_drafts"}

@@ -55,7 +55,7 @@ def test_recomputed_item_is_not_awaited_from_seatless_request() -> None:
 def test_siblings_end_when_their_items_do_not_fit_together(
     siblings: int, prefix_caching: bool
 ) -> None:
-    """Where no prefix covers what one has taken over, others end with an error, for the front."""
+    """Siblings end with an error, for the front, unless a prefix covers the item taken over."""
     side = Side(
         items={"x1": 6, "x2": 5, "y": 2},
         cache=9,

@@ -15,7 +15,7 @@ from tests import warm
 pytestmark = pytest.mark.needs_vllm
 GOOD = ("good PNG", "good MP4", "good PNG at last")
 MOST_CPU_MS = 300
-"""Of one file on a busy machine; without bounds some of them take seconds."""
+"""Processor time of one file on a busy machine; without bounds some files take seconds."""
 MOST_MIB = 64
 
 

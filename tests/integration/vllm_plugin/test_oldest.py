@@ -1,4 +1,4 @@
-"""What vLLM's scheduler lacks before 0.26, over one that behaves as 0.23's does."""
+"""Parts that vLLM's scheduler lacks before 0.26, over one that behaves as 0.23's does."""
 
 from __future__ import annotations
 

@@ -101,9 +101,9 @@ class Engine:
         self.counts: list[tuple[int, int]] = []
         """Requests that are computed and that wait, as API servers were told."""
         self.outputs: list[Any] = []
-        """What API servers got, in its order."""
+        """Outputs that API servers got, in their order."""
         self.servers: list[list[int]] = []
-        """Which servers were told."""
+        """Servers that were notified."""
 
     def arrive(
         self,
@@ -229,7 +229,7 @@ def engine(vllm_config: Any) -> Iterator[Engine]:
 
 @pytest.fixture
 def engine_beside(vllm_config: Any) -> Iterator[Engine]:
-    """Of one rank on a CPU: an item that a step lets be encoded is there after that step."""
+    """Yield an engine of one rank on a CPU: an item encoded in a step is there after that step."""
     vllm_config.parallel_config.world_size = 1
     made = Engine(vllm_config)
     yield made
@@ -309,7 +309,7 @@ def test_item_of_remote_prefill_is_encoded_when_step_needs_it(
 
 @pytest.mark.parametrize("kv", ["x", 1, ["x"]])
 def test_kv_parameters_of_a_wrong_type_end_no_engine(engine_beside: Engine, kv: Any) -> None:
-    """As vLLM before 0.32 passes them on from ``vllm_xargs``."""
+    """Such parameters come from ``vllm_xargs`` in vLLM before 0.32."""
     engine = engine_beside
     engine.arrive("r", pixels=True, kv=kv)
     engine.step_until(lambda: bool(engine.ended))

@@ -1,4 +1,4 @@
-"""What is said of an item without its media, by vLLM's own table of the bundled model."""
+"""Description of an item without its media, by vLLM's own table of the bundled model."""
 
 from __future__ import annotations
 

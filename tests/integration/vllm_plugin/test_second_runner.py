@@ -35,7 +35,7 @@ CACHE = "vllm.v1.worker.gpu.mm.encoder_cache:EncoderCache"
 
 
 class Host:
-    """What the connector gives its work to, and a runner's step; notes who is called when."""
+    """Host of the connector, with a runner's step; records calls in their order."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -251,7 +251,7 @@ def test_only_a_whole_runner_gets_a_step_without_language_model() -> None:
 
 
 class Moment:
-    """What the host asks of a device's event."""
+    """Part of a device's event that the host uses."""
 
     def __init__(self, calls: list[str]) -> None:
         self.record = lambda: calls.append("record")
@@ -297,7 +297,7 @@ def test_a_step_without_tokens_does_not_wait_for_the_encoder(tokens: int) -> Non
 
 
 class Encoding:
-    """What `EncodeOnlyMixin` needs of a runner, with vLLM's own cache and caller of the hooks."""
+    """Part of a runner that `EncodeOnlyMixin` needs, with vLLM's cache and caller of the hooks."""
 
     lora_config: Any = None
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.full
 
 TIMEOUT_S = 300
 COPY_S = 0.02
-"""Of a copy between devices or from the host; the simulation delays none within one device."""
+"""Seconds of a copy between devices or from the host; copies within a device are not delayed."""
 ROUNDS = 2
 MIB = 1 << 20
 

@@ -38,7 +38,7 @@ MODULES = (
 
 
 ON_CPU = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "VLLM_PLUGINS": "epd_portable_media_guard"}
-"""Of a process that imports vLLM, which has chosen its platform then."""
+"""Variables of a process that imports vLLM, which has chosen its platform then."""
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ def pair(
     tmp_path_factory: pytest.TempPathFactory,
     reference_url: str,
 ) -> Iterator[Pair]:
-    """One whose slots are in host memory, and one whose slots are on the device."""
+    """Yield a pair with slots in host memory, or with slots on the device."""
     folder = tmp_path_factory.mktemp("store")
     settings = [
         f"transfer.path={request.param}",

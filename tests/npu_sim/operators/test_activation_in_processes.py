@@ -1,4 +1,4 @@
-"""What a process of this environment has, without a variable or an import of its own."""
+"""Activation in a process of this environment, without a variable or an import of its own."""
 
 from __future__ import annotations
 

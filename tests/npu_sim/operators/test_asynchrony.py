@@ -11,7 +11,7 @@ DELAY_US = 500_000
 
 @pytest.fixture(scope="module", autouse=True)
 def _used_before() -> None:
-    """What a process does first on a device and on its streams takes longer than the delay."""
+    """Use the device and its streams once: the first use takes longer than the delay."""
     torch.npu.set_device(DEVICE)
     x = torch.ones(4).to(DEVICE).add_(1)
     with torch.npu.stream(torch.npu.Stream()):

@@ -47,7 +47,7 @@ class Forking(ForkContext):
 
 
 class World:
-    """This process, which is number 0, and two others."""
+    """Group of this process, which is number 0, and two others."""
 
     def __init__(self, others: list[RankProcess]) -> None:
         self.npu = registry.get("npu")

@@ -24,7 +24,7 @@ SHORT_S = 2.0
 ROUNDS = 20
 PROCESSES = 3
 GROUPS = 2 * (3 + ROUNDS)
-"""Of each process: one with each of the two others in every round."""
+"""Groups of each process: one with each of the two others in every round."""
 
 SCRIPT = """
 import os
@@ -44,7 +44,7 @@ def observer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def printed(observer: str) -> str:
-    """What the three processes and the observer print in many rounds."""
+    """Return the output of the three processes and the observer in many rounds."""
     return run(SCRIPT.format(rounds=ROUNDS), LD_PRELOAD=observer)
 
 
@@ -89,7 +89,7 @@ def test_groups_leave_no_device_memory_behind(printed: str) -> None:
 
 @pytest.fixture(scope="module")
 def printed_beside_a_setting(observer: str) -> str:
-    """What they print in a few rounds if torch_npu is told to make a pair communicators at will."""
+    """Return the output of a few rounds if torch_npu makes communicators of a pair at will."""
     return run(SCRIPT.format(rounds=0), LD_PRELOAD=observer, P2P_HCCL_BUFFSIZE="77")
 
 

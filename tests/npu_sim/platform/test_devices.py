@@ -1,4 +1,4 @@
-"""One device: its index, its memory, its peers."""
+"""Properties of a device: its index, its memory, its peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices there are, and why there are none."""
+"""Devices that are found, and reasons for none."""
 
 from __future__ import annotations
 

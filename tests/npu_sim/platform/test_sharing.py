@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 ALLOCATOR = "expandable_segments:False"
-"""That of engines with a slab; memory of the other one is not shared, see tests/devices."""
+"""Allocator of engines with a slab; memory of the other one is not shared, see tests/devices."""
 
 
 @pytest.fixture(scope="module")

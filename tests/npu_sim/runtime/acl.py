@@ -1,4 +1,4 @@
-"""What tests call of the simulated runtime below torch_npu, through ctypes; imports no torch.
+"""Calls of the simulated runtime below torch_npu for tests, through ctypes; imports no torch.
 
 It runs in the test process, beside the real torch_npu, and in children that load the runtime alone.
 """

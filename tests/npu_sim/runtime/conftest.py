@@ -1,4 +1,4 @@
-"""What the tests of the simulated runtime share."""
+"""Fixtures that the tests of the simulated runtime share."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def new_root() -> bytes:
 
 @dataclass
 class Rank:
-    """One rank: its communicator, a stream, and the device memory that it allocated."""
+    """A rank: its communicator, a stream, and the device memory that it allocated."""
 
     number: int
     communicator: int

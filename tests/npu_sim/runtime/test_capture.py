@@ -18,7 +18,7 @@ SIZE = 4096
 
 
 class Capture:
-    """One on ``stream``, beside another one, and memory of the device and of the host."""
+    """A capture on ``stream``, next to another one, and memory of the device and of the host."""
 
     graph: int | None = None
 

@@ -1,4 +1,4 @@
-"""How many devices a process sees, which, and what they say of themselves."""
+"""Devices that a process sees: their number, indices and descriptions."""
 
 from __future__ import annotations
 

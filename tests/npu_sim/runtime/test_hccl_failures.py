@@ -1,4 +1,4 @@
-"""How operations of the simulated HCCL fail: with a reason, in time, and for good."""
+"""Failures of operations of the simulated HCCL: with a reason, in time, and for good."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each operation of the simulated HCCL computes, against PyTorch on the CPU."""
+"""Results of each operation of the simulated HCCL, against PyTorch on the CPU."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ OPERATIONS: dict[str, tuple[list[torch.Tensor | None], Call, list[torch.Tensor]]
         [*torch.stack(WIDE).view(RANKS, RANKS, COUNT).transpose(0, 1)],
     ),
 }
-"""What each rank gives, how it calls, and what it gets."""
+"""Input, call and output of each rank."""
 
 
 @pytest.mark.parametrize("function", OPERATIONS)

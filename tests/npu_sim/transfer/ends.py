@@ -158,7 +158,7 @@ class Encode:
         do(self._child, f"worker.wait_until_granted({transfer_id!r})")
 
     def notes(self) -> list[Note]:
-        """Which copies were queued and which ends told since the last call, by which threads."""
+        """Return the copies queued and the ends reported since the last call, with threads."""
         notes: list[Note] = ast.literal_eval(self._child.tell("worker.take_notes()"))
         return notes
 
@@ -173,7 +173,7 @@ class Encode:
         do(self._child, f"worker.wait_until_ended({transfer_id!r})")
 
     def said(self) -> str:
-        """What it has logged since the last call."""
+        """Return the log since the last call."""
         said: list[str] = ast.literal_eval(self._child.tell("worker.take_said()"))
         return "\n".join(said)
 

@@ -1,4 +1,4 @@
-"""What an encode worker tells is that its device has computed, not that it has the work."""
+"""Reports of an encode worker: its device has computed, not only received the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may go wrong between two simulated devices, and what its user is told.
+"""Faults between two simulated devices, and their messages to the user.
 
 Real sender, receiver and placer: an encode worker in a process of its own, and a PD instance
 without an engine in this one. In every case the item is reported for encoding by the PD instance,
@@ -51,7 +51,7 @@ def route(request: pytest.FixtureRequest) -> Route:
 
 @pytest.fixture(scope="module")
 def encode(route: Route) -> Iterator[Encode]:
-    """One that all tests share that leave it alive."""
+    """Yield an instance that all tests share that leave it alive."""
     made = Encode(route.path)
     yield made
     made.close()
@@ -102,7 +102,7 @@ def assert_serves(encode: Encode, pd: PrefillSide, name: str = "dog") -> None:
 
 
 def given_up(pd: PrefillSide, request_id: str) -> Callable[[], bool]:
-    """Whether the PD instance encodes a request's only item by itself."""
+    """Return a condition: the PD instance encodes a request's only item itself."""
     return lambda: pd.prefill.may_schedule(request_id, 1)
 
 

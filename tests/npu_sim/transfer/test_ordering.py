@@ -155,7 +155,7 @@ def forgetful(path: str) -> Iterator[Instance]:
 
 
 def computed_from_a_late_item(instance: Instance, *, early: bool) -> torch.Tensor:
-    """What the engine's stream reads of an item that it was just given."""
+    """Return the content that the engine's stream reads of an item that it was just given."""
     instance.warm()
     item = instance.arrive(2)
     slow_copies(instance.copies)
@@ -203,7 +203,7 @@ def test_item_forgotten_before_its_step_computed_is_harmless(
 
 
 def read_late(instance: Instance) -> torch.Tensor:
-    """What a late reader on the engine's stream sees of an item that is forgotten meanwhile.
+    """Return the content that a late reader on the engine's stream gets of a forgotten item.
 
     The next item is placed before the reader's turn comes.
     """

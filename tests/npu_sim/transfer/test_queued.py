@@ -30,7 +30,7 @@ def route(request: pytest.FixtureRequest) -> Route:
 
 @pytest.fixture
 def encode(route: Route, pd: PrefillSide) -> Iterator[Encode]:
-    """One that has written the instance's memory before."""
+    """Yield an instance that has written the PD instance's memory before."""
     made = Encode(route.path)
     order(made, pd, "before")
     made.put_out("before", f"output('before', {TOKENS})")
@@ -63,7 +63,7 @@ def arrives(pd: PrefillSide, name: str) -> None:
 
 
 def steps(encode: Encode) -> list[tuple[str, str]]:
-    """What was done since the last call, and by which threads."""
+    """Return the actions since the last call, with their threads."""
     return [(what, thread) for what, thread, _ in encode.notes()]
 
 

@@ -54,12 +54,12 @@ from tests.unit.builders import Clock
 
 TIMEOUT_S, LEASE_S = 6.0, 2.0
 ENOUGH_S = 1.0
-"""Whoever asks for no more than its share has waited for nobody else for so long at most."""
+"""Longest wait for others, in seconds, of a consumer that requests no more than its share."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How large an instance is, and what is asked of it.
+    """Sizes of an instance, and its load.
 
     Attributes:
         cache: Embeddings that its encoder cache holds.
@@ -184,7 +184,7 @@ def _seams(shape: Shape, clock: Clock) -> Iterator[None]:
 
 @dataclass
 class Fault:
-    """Whether something fails that may; the seed decides how often."""
+    """Failure of an operation that may fail; the seed decides how often."""
 
     rng: Random
     share: float
@@ -315,7 +315,7 @@ class World:
         self.told: set[str] = set()
         """Items of which the scheduler knows that their copies, or they, are not there."""
         self.not_encoded: Counter[str] = Counter()
-        """How often there was no memory for an item."""
+        """Number of times without memory, by item."""
         self.report: Any = None
         self.is_paused = False
         self.seen: Counter[str] = Counter()
@@ -592,7 +592,7 @@ class World:
             raise Violation("the scheduler believes that something is in the encoder cache")
 
     def _check_shares(self) -> None:
-        """Whoever asks for no more than its share waits for nobody but itself."""
+        """Check that a consumer that requests no more than its share waits for itself only."""
         shape, now = self.shape, self.clock.now
         share = shape.cache // len(shape.consumers)
         kept = {

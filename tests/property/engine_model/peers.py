@@ -82,7 +82,7 @@ class Network:
 
 @dataclass
 class Job:
-    """One transfer, as the front knows it."""
+    """A transfer, as the front has it."""
 
     transfer_id: str
     request_id: str
@@ -139,7 +139,7 @@ class Front:
             self._give_up(job)
 
     def encoder_died(self, name: str) -> None:
-        """Its jobs are asked of others, but for those whose calls it had answered."""
+        """Give its jobs to other encoders, but for those whose calls it had answered."""
         for job in list(self.jobs.values()):
             if job.asked and job.asked[-1] == name and self._rng.random() < 0.5:
                 self._later(self._rng.randint(0, 30), lambda job=job: self.ask(job))

@@ -1,4 +1,4 @@
-"""One seed: what comes of it."""
+"""Run of one seed, and its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a seed draws before anything happens: sizes, platform, peers, prompts."""
+"""Draws of a seed before the first event: sizes, platform, peers, prompts."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.unit.builders import Clock
 
 TURN_S = 0.05
 JUMP_S = 1.0
-"""Of a turn in which nothing happens, where deadlines may be needed."""
+"""Seconds of a turn without an event, where deadlines may be needed."""
 QUIET_TURNS = 80
 """So long nothing may happen while somebody waits who could go on: unanswered messages are sent
 again every second, that is every twenty turns."""
@@ -36,7 +36,7 @@ TRACE = 400
 
 
 class World:
-    """One instance, its peers, and its requests."""
+    """An instance, its peers, and its requests."""
 
     def __init__(self, seed: int, *, traced: bool = False) -> None:
         self.rng = rng = Random(seed)

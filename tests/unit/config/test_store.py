@@ -31,7 +31,7 @@ def test_conflicting_store_keys_are_refused(text: str, said: str) -> None:
 
 
 URL = "redis://:hunter2@h:1"
-"""Its password is refused, and not repeated."""
+"""URL with a password, which is refused and not repeated."""
 STORED = HEAD + "{kind: redis, url: 'redis://h:1'}\n"
 
 

@@ -137,7 +137,7 @@ class Encoder:
         self.may_pause.release()
         while self._thread.is_alive():
             with step(self.turns):
-                """It may wait for steps."""
+                """A step, for which the encoding may wait."""
             self._thread.join(timeout=0.01)
 
 
@@ -257,7 +257,7 @@ def test_failed_item_is_reported_and_the_next_is_encoded(
     assert "item broken could not be encoded next to the steps" in caplog.text
     assert "no such tower" in caplog.text
     with step(background.turns):
-        """Nothing keeps it waiting."""
+        """A step that waits for no encoding."""
 
 
 def test_item_submitted_before_a_reset_is_not_placed(tower: Tower) -> None:

@@ -32,7 +32,7 @@ class FakeFeature:
 
 
 class FakeEncodeRequest:
-    """What the queue reads of a request; its prompt has one token for each embedding."""
+    """Part of a request that the queue reads; its prompt has one token for each embedding."""
 
     def __init__(self, request_id: str, *items: tuple[str, int]) -> None:
         self.request_id = request_id
@@ -292,7 +292,7 @@ def test_failed_item_holds_no_share() -> None:
 
 
 class Sharing(RuleBasedStateMachine):
-    """One to four consumers; the transfers of some end, those of others do not for a while."""
+    """Shares of one to four consumers, of which some do not end their transfers for a while."""
 
     @initialize(consumers=st.integers(1, 4))
     def begin(self, consumers: int) -> None:

@@ -10,7 +10,7 @@ from tests.unit.builders import FakeRequest, request
 
 SIZES = {"ant": 1, "bat": 2, "cat": 3, "dog": 4, "elk": 5, "fox": 6}
 NBYTES = 10
-"""Of an embedding."""
+"""Bytes of an embedding."""
 
 
 def make(cache_size: int = 6, host_embeds: int = 9) -> TwoLevelCache:

@@ -32,7 +32,7 @@ from tests.unit.builders import FINGERPRINT, Clock, FakeRequest, peer, request
 WIDTH = 16
 ALIGNMENT = 64
 TOKEN_BYTES = WIDTH * 4
-"""One token of `WIDTH` float32 is one unit of the alignment."""
+"""Bytes of a token of `WIDTH` float32, which is one unit of the alignment."""
 PD = "tcp://pd:1"
 LEASE_S, TIMEOUT_S = 10.0, 30.0
 
@@ -72,15 +72,15 @@ class Mailbox:
         return producer.session in self.gone
 
     def wake(self) -> None:
-        """Nobody listens."""
+        """Do nothing, without a listener."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no resource is open."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One place of an item in a prompt: what it is, its size, and the transfer that brings it."""
+    """A place of an item in a prompt: its kind, its size, and the transfer that brings it."""
 
     mm_hash: str
     num_tokens: int = 2
@@ -88,7 +88,7 @@ class Item:
     has_media: bool = True
     sent_with_media: bool = True
     background: bool = False
-    """Whether the instance can encode it beside its steps."""
+    """The instance can encode the item next to its steps."""
 
 
 CAT = Item("cat", transfer_id="t-cat")
@@ -286,7 +286,7 @@ class EncodeSide:
 
 
 class Pair:
-    """One encode side and one PD side with a channel that loses nothing."""
+    """An encode side and a PD side with a channel without losses."""
 
     def __init__(self, pd: PrefillSide | None = None) -> None:
         self.pd = pd or PrefillSide()

@@ -65,7 +65,7 @@ class FullPlatform(CpuPlatform):
     traits = replace(CpuPlatform.traits, needs_device_copy=True)
 
     def pin_host(self, address: int, nbytes: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def memory_info(self, index: int) -> MemoryInfo:
         return MemoryInfo(free_bytes=7, total_bytes=4096)

@@ -11,8 +11,8 @@ from epd_portable.wire.params import ExpectedTransfer, ItemOutcome, PrefillParam
 from tests.unit.items.harness import spec
 
 MODALITIES = {"v": "video", "w": "video"}
-"""Of the one-letter items that are no images; a transfer's letter is capital where the engine's
-name is another."""
+"""Modalities of the one-letter items that are no images; a transfer's letter is capital where the
+engine's name is another."""
 
 
 def modality(name: str) -> str:

@@ -120,7 +120,7 @@ def test_an_item_that_the_prefix_cache_covers_is_given_up(pair: Pair) -> None:
 def test_item_in_the_prefix_cache_is_held_until_its_request(
     pair: Pair,
 ) -> None:
-    """There may be no memory to begin with now, and another hit later."""
+    """A start may find no memory now, and another hit later."""
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT)
     pair.round()

@@ -98,7 +98,7 @@ def test_missing_item_is_encoded_locally_or_fails_requests(
 
 
 def test_workers_get_a_revocation_before_its_slot_is_free() -> None:
-    """They write it themselves on this path."""
+    """Workers write the slot themselves on this path."""
     pair = Pair(PrefillSide(path="tcp"))
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT, ready=True)
@@ -135,7 +135,7 @@ def test_message_during_a_step_beyond_the_lease_counts(pair: Pair, written: bool
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_whose_receiver_has_died_ends(caplog: pytest.LogCaptureFixture) -> None:
-    """It would answer on, encode everything itself, and nobody would know."""
+    """Otherwise the engine would serve on and encode every item itself, without a report."""
     pd = PrefillSide()
     broken = threading.Event()
 
@@ -200,7 +200,7 @@ def _given_up_by_everybody(pair: Pair, item: Item) -> None:
 
 
 def _evicted(pair: Pair, item: Item) -> None:
-    """It was computed, and must be again after a preemption."""
+    """Evict an item that was computed, and must be again after a preemption."""
     deliver(pair, item)
     assert pair.pd.prefill.may_schedule("r", 3)
     pair.pd.cache.free_encoder_input(pair.pd.requests["r"], 0)

@@ -1,4 +1,4 @@
-"""What a PD instance counts: every event once, whatever arrives twice."""
+"""Counters of a PD instance: every event once, also if messages arrive twice."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ BARE = Item("cat", transfer_id="t-cat", has_media=False, sent_with_media=False)
 
 
 class Store:
-    """What a loader says to the receiver, and what it hears."""
+    """Messages of a loader to the receiver, and back."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair

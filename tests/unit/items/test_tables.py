@@ -1,4 +1,4 @@
-"""What both sides remember is as much as is under way, however many requests there were before."""
+"""Tables of both sides: as large as the work under way, for any number of earlier requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What instances that join fronts elsewhere need: names of fronts, and their own address."""
+"""Addresses for instances that join fronts elsewhere: names of fronts, and their own address."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_replicas_are_within_a_quarter_above_one_vllm_on_an_h200() -> None:
 
 
 def test_two_replicas_are_twice_one_engine_and_split_is_less() -> None:
-    """One engine does 21.76 requests/s, and one encode beside one other engine 32.75 (#41567)."""
+    """Throughput of an engine is 21.76 requests/s, with an encode engine 32.75 (#41567)."""
     generate = 1000 / 32.75
     traffic = Traffic(encode=1000 / 21.76 - generate, prefill=generate, token=0, output=0, images=1)
     assert best(traffic, 2, "split").requests_s == pytest.approx(32.75)

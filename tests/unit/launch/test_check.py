@@ -1,4 +1,4 @@
-"""What `epd-launch check` says of a machine, with a stand-in for the platform."""
+"""Reports of `epd-launch check` on a machine, with a fake platform."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both commands have in common: how they are asked, fail and end."""
+"""Common behaviour of both commands: options, failures and ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the front and its engines are started with."""
+"""Commands of the front and its engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engine is installed."""
+"""Detection of the installed engine."""
 
 from __future__ import annotations
 

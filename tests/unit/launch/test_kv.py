@@ -1,4 +1,4 @@
-"""Which KV connector a topology has, and what its instances are told of it."""
+"""KV connector of a topology, and its settings for the instances."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ def test_single_long_probe_is_no_silence() -> None:
 
 
 def test_time_of_a_silence_is_not_counted_as_healthy() -> None:
-    """One that hangs at once after each start is started again ever later."""
+    """A process that hangs at once after each start is started again ever later."""
     launch = LAUNCH.model_copy(update={"hung_after_s": 300.0})
     topology = Topology({"x": [lambda: Process(silent=(20.0, NEVER))]}, launch=launch)
     assert pauses(topology.run(2000.0))[:4] == ["1 s", "2 s", "4 s", "8 s"]

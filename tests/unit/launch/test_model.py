@@ -1,4 +1,4 @@
-"""What ``model:`` points at."""
+"""Target of ``model:``."""
 
 from __future__ import annotations
 

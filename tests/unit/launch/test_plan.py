@@ -1,4 +1,4 @@
-"""What a plan is made of, and what is refused; whole plans are in test_golden_plans."""
+"""Content of a plan, and refusals; whole plans are in test_golden_plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ports the topology takes."""
+"""Ports that the topology takes."""
 
 from __future__ import annotations
 

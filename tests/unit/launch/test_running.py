@@ -1,4 +1,4 @@
-"""What is told of runs: by what lives, whatever files say."""
+"""Reports on runs: from processes that live, regardless of files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What answers are taken for, and how an instance's time is shared."""
+"""Estimates of responses, and shares of an instance's time."""
 
 from __future__ import annotations
 

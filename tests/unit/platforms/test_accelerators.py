@@ -1,4 +1,4 @@
-"""What the accelerator platforms do on a machine that has none of them."""
+"""Accelerator platforms on a machine that has none of them."""
 
 from __future__ import annotations
 

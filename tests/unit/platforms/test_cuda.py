@@ -1,4 +1,4 @@
-"""What CUDA is asked for, with a stand-in at its border: no device is needed, and none is met."""
+"""Calls of CUDA, with a fake at its border: no device is needed, and none is used."""
 
 from __future__ import annotations
 

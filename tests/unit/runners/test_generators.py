@@ -62,7 +62,7 @@ def mixed() -> Any:
 
 
 def test_torch_sets_no_generator_of_the_cpu_back() -> None:
-    """If this fails, `RewindableGenerator` may go."""
+    """A failure means that `RewindableGenerator` can be removed."""
     with pytest.raises(RuntimeError, match="does not use offset"):
         discard(seeded(1))
 

@@ -12,7 +12,7 @@ from epd_portable.runners.second import OrderingSecondRunnerMixin, SecondRunnerM
 
 
 class Metadata(str):
-    """Of a step."""
+    """Metadata of a step."""
 
     __slots__ = ("media",)
 
@@ -95,7 +95,7 @@ class Runner(Noting):
 
 @dataclass
 class Item:
-    """As vLLM describes one, with its place in the prompt."""
+    """An item as vLLM describes it, with its place in the prompt."""
 
     size: int
 

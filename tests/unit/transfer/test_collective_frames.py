@@ -1,4 +1,4 @@
-"""What a stranger may send to the receiver of `collective`: it stays alive and leaves nothing."""
+"""Frames of a stranger to the receiver of `collective`: it stays alive and leaves nothing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ DEADLINE_S = 20.0
 
 
 class Memory:
-    """Where slots are."""
+    """Memory of the slots."""
 
     nbytes = NBYTES
 
@@ -107,7 +107,7 @@ def until(condition: Callable[[], bool], otherwise: Callable[[], object]) -> Non
 
 
 def descriptors() -> list[str]:
-    """What this process has open."""
+    """Return the open descriptors of this process."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -161,7 +161,7 @@ def stranger(consumer: Consumer) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def producer(consumer: Consumer) -> Iterator[tuple[Connection, CollectiveGroup]]:
-    """One that has joined, and whose frames are the test's."""
+    """Yield a producer that has joined, and whose frames are the test's."""
     connection = collective.frames_over(socket.create_connection(consumer.address, DEADLINE_S))
     connection.send_bytes(encode(Join("group")))
     where = Rendezvous(host=HOST, port=hear(connection).port, name="group", rank=PRODUCER_RANK)

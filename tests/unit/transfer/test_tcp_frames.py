@@ -1,4 +1,4 @@
-"""What a holder of the secret may send to a receiver of `tcp`: it lives on and writes nothing."""
+"""Frames of a holder of the secret to a receiver of `tcp`: it lives on and writes nothing."""
 
 from __future__ import annotations
 

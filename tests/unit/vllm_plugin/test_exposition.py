@@ -1,4 +1,4 @@
-"""One page for what several processes count, with real processes."""
+"""Metrics of several processes on one page, with real processes."""
 
 from __future__ import annotations
 
