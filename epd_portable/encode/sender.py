@@ -23,6 +23,7 @@ from epd_portable.encode.store_writer import StoreWriter
 from epd_portable.encode.writers import EncoderOutput, WriteResult, Writers
 from epd_portable.errors import EPDError, TransportError, UnsupportedError
 from epd_portable.items.metrics import SenderMetrics
+from epd_portable.log import trace
 from epd_portable.transfer import registry
 from epd_portable.transfer.control import ControlClients
 from epd_portable.transfer.cores import on_all_cores
@@ -138,8 +139,7 @@ class Sender:
 
     def output_ready(self, mm_hash: str, output: torch.Tensor) -> None:
         """Send an item whose computation is queued, ``(num_tokens, width)``."""
-        kept = self._keep(output)
-        self.clock.trace("output.ready", behind=kept.computed, mm_hash=mm_hash)
+        kept = self._keep(output, traced_as=mm_hash)
         self._inbox.append(lambda now: self._session.output_ready(mm_hash, kept))
         # What can be written at once leaves at once: the thread would have to be woken, and then
         # wait for Python's lock, which this one keeps.
@@ -280,11 +280,17 @@ class Sender:
         if self._store is not None and order.item_uuid and output and output.fits(order.tensor):
             self._store.save_caches(order, partial(self._to_host, output))
 
-    def _keep(self, tensor: torch.Tensor) -> EncoderOutput:
+    def _keep(self, tensor: torch.Tensor, *, traced_as: str = "") -> EncoderOutput:
         # The event is behind the computation, and behind the copy if that is not in one piece.
         whole = tensor.detach().contiguous()
         output = EncoderOutput(whole, self._copies.platform.record_event(), Future())
-        self.clock.mark(output.computed_at.set_result, output.computed)
+
+        def reached(at_s: float) -> None:
+            output.computed_at.set_result(at_s)
+            if traced_as:
+                trace("output.ready", at_s=at_s, mm_hash=traced_as)
+
+        self.clock.mark(reached, output.computed)
         return output
 
     def _to_host(self, output: EncoderOutput) -> torch.Tensor:
