@@ -7,9 +7,10 @@ every renewal but the first where files are replaced, as certbot and Kubernetes 
 from __future__ import annotations
 
 import logging
-import os
 import ssl
 from typing import Any
+
+from epd_portable.config.folders import file_stamp
 
 logger = logging.getLogger(__name__)
 
@@ -26,17 +27,17 @@ class Certificate:
     def __init__(self, context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
         self._context = context
         self._files = (cert_file, key_file)
-        self._seen = self._versions()
+        self._seen = self._stamps()
 
     def renew(self) -> None:
         """Load the files if they have changed; a pair that cannot be used is left alone.
 
         A certificate without its key is such a pair: the other file is about to change, too.
         """
-        versions = self._versions()
-        if versions == self._seen:
+        stamps = self._stamps()
+        if stamps == self._seen:
             return
-        self._seen = versions
+        self._seen = stamps
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(*self._files)
             self._context.load_cert_chain(*self._files)
@@ -46,8 +47,8 @@ class Certificate:
         else:
             logger.info("certificate %s was renewed", self._files[0])
 
-    def _versions(self) -> list[tuple[int, int, int] | None]:
-        return [_version(path) for path in self._files]
+    def _stamps(self) -> list[tuple[int, int, int]]:
+        return [file_stamp(path) for path in self._files]
 
 
 class RenewedContext(ssl.SSLContext):
@@ -72,11 +73,3 @@ class RenewedContext(ssl.SSLContext):
         """See ``ssl``; called for each connection."""
         self.certificate.renew()
         return super().wrap_bio(*args, **kwargs)
-
-
-def _version(path: str) -> tuple[int, int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import os
 import time
 from collections.abc import Mapping
 
-from epd_portable.config.folders import expanded
+from epd_portable.config.folders import file_stamp
 from epd_portable.config.secret import read_private_file
 from epd_portable.errors import ConfigError, RequestError
 
@@ -66,7 +65,7 @@ class ApiKeys:
             return
         self._next_look = now + LOOK_EVERY_S
         try:
-            if _stamp(self._path) == self._stamp:
+            if file_stamp(self._path) == self._stamp:
                 return
             self._stamp, self._digests = _read(self._path, self._key)
         except ConfigError as error:
@@ -80,16 +79,8 @@ def _digest(shown: str) -> bytes:
     return hashlib.sha256(shown.strip().encode()).digest()
 
 
-def _stamp(path: str) -> tuple[int, int, int]:
-    try:
-        found = os.stat(expanded(path))
-    except OSError:  # Reported when it is read.
-        return 0, 0, 0
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def _read(path: str, key: str) -> tuple[tuple[int, int, int], list[bytes]]:
-    stamp = _stamp(path)
+    stamp = file_stamp(path)
     # Read after that: a change meanwhile is seen the next time.
     lines = read_private_file(path, key=key).splitlines()
     keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]

@@ -1,4 +1,4 @@
-"""Folders of the user who runs this: the home, temporary files, caches.
+"""Folders and files of the user who runs this: the home, temporary files, caches.
 
 A container may run under a user id that has neither a name nor a home, on a root file system that
 is read-only. What must be writable is one folder for temporary files.
@@ -35,6 +35,15 @@ def expanded(path: str) -> Path:
             f"{path}: user {os.geteuid()} has no home directory. Set HOME, or write an absolute "
             "path."
         ) from error
+
+
+def file_stamp(path: str) -> tuple[int, int, int]:
+    """Return what differs once a file has changed; zeros for one that cannot be seen."""
+    try:
+        found = os.stat(expanded(path))
+    except OSError:  # Reported when it is read.
+        return 0, 0, 0
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def temp_folder() -> Path:
