@@ -82,11 +82,8 @@ def place_instances(
     devices: Sequence[str] | None,
     cores: Sequence[int],
     roles: Collection[Role] = ROLES,
-    share_cores: bool = False,
 ) -> Placements:
     """Give instances of some roles devices, if these are known, or some of the CPU cores.
-
-    With ``share_cores`` those of the other roles, which are planned apart, have their part of them.
 
     Raises:
         ConfigError: The topology does not fit the platform or the machine.
@@ -99,7 +96,7 @@ def place_instances(
             f"{traits.name} have none of their own; write auto or shm"
         )
     numbered = traits.visible_devices_env is not None
-    groups = {role: topology.instances.of(role) for role in ROLES if role in roles or share_cores}
+    groups = {role: topology.instances.of(role) for role in ROLES if role in roles}
     refused = "cores" if numbered else "devices"
     for role, group in groups.items():
         if getattr(group, refused) is not None:
@@ -120,7 +117,6 @@ def place_instances(
             peers=tuple(one for one in visible if one not in each.devices),
         )
         for each in placed.instances
-        if each.role in roles
     ]
     found = replace(placed, instances=tuple(instances))
     if path == "collective" and traits.one_rank_a_device:

@@ -112,7 +112,7 @@ def make_plan(
     temp_dir: str,
     hardware: HardwareProfile | None = None,
     roles: Collection[Role] = ROLES,
-    share_cores: bool = False,
+    planned_apart: Collection[Role] = (),
     python: str = "",
 ) -> Plan:
     """Decide processes, command lines, devices, cores and ports.
@@ -123,7 +123,8 @@ def make_plan(
         free_port: Returns one free port of ``launch.host`` after another.
         temp_dir: Folder of the run, see `Engine.env` and `run_secret_file`.
         roles: Instances of others are left out.
-        share_cores: These have their part of the cores.
+        planned_apart: Roles of another plan of this platform, which have their part of the devices
+            or cores.
         python: Interpreter of engines that join the front of another plan; empty for a whole plan.
 
     Raises:
@@ -138,8 +139,7 @@ def make_plan(
         traits,
         devices=machine.devices,
         cores=machine.cores,
-        roles=roles,
-        share_cores=share_cores,
+        roles=[*roles, *planned_apart],
     )
     devices = placed.by_device
     warnings = list(placed.warnings)
@@ -172,7 +172,7 @@ def make_plan(
             python=python or sys.executable,
         )
 
-    engines = [engine(placement) for placement in placed.instances]
+    engines = [engine(each) for each in placed.instances if each.role in roles]
     processes = [_engine_process(each, placed.starts_after(each.name)) for each in engines]
     if not has_hubs:
         if topology.front.choice is not None:

@@ -151,31 +151,36 @@ class PlanRequest:
                 else port_source(run_id, reserved=reserved, host=launch.host, free=free),
                 temp_dir=temp_dir,
             )
-            if not topology.encodes_apart:
+        if not topology.encodes_apart:
+            with self._located():
                 return make(topology, traits=self.traits, machine=machine, hardware=self.hardware)
-            encode = self.for_encode(topology)
-            bound = [each.traits.visible_devices_env is None for each in (self, encode)]
-            with encode._located():
-                others = make(
-                    encode.load(),
-                    traits=encode.traits,
-                    machine=encode_machine or assumed_machine(encode.traits, {}),
-                    roles=_ENCODE,
-                    share_cores=all(bound),
-                    python=python_of(topology),
-                )
+        encode = self.for_encode(topology)
+        on_same = encode.traits is self.traits
+        rest = tuple(role for role in ROLES if role not in _ENCODE)
+        found = encode.load()
+        with encode._located():
+            others = make(
+                found,
+                traits=encode.traits,
+                machine=encode_machine
+                or (machine if on_same else assumed_machine(encode.traits, {})),
+                roles=_ENCODE,
+                planned_apart=rest if on_same else (),
+                python=python_of(topology),
+            )
+        with self._located():
             plan = make(
                 topology,
                 traits=self.traits,
                 machine=machine,
                 hardware=self.hardware,
-                roles=[role for role in ROLES if role not in _ENCODE],
-                share_cores=all(bound),
+                roles=rest,
+                planned_apart=_ENCODE if on_same else (),
             )
         return replace(
             plan,
             processes=(*others.processes, *plan.processes),
-            warnings=(*others.warnings, *plan.warnings),
+            warnings=tuple(dict.fromkeys((*others.warnings, *plan.warnings))),
             members=others.members,
         )
 

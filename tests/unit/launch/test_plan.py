@@ -270,18 +270,21 @@ def test_joining_instances_are_named_by_host_and_have_no_front() -> None:
 
 
 @pytest.mark.parametrize(
-    ("platform", "encode", "expected"),
+    ("platform", "encode", "cores", "devices"),
     [
-        ("npu", "platform: cpu", [((0, 1, 2, 3),), ()]),
-        ("npu", "platform: cpu, cores: [3]", [((3,),), ()]),
-        ("cpu", "environment: other", [((0, 1),), ((2, 3),)]),
-        ("cpu", "environment: other, cores: [3]", [((3,),), ((0, 1, 2),)]),
+        ("npu", "platform: cpu", [((0, 1, 2, 3),), ()], [(), ("0",)]),
+        ("npu", "platform: cpu, cores: [3]", [((3,),), ()], [(), ("0",)]),
+        ("cpu", "environment: other", [((0, 1),), ((2, 3),)], [(), ()]),
+        ("cpu", "environment: other, cores: [3]", [((3,),), ((0, 1, 2),)], [(), ()]),
+        ("cuda", "environment: other", [(), ()], [("0",), ("1",)]),
+        ("cuda", "environment: other, devices: ['1']", [(), ()], [("1",), ("0",)]),
     ],
 )
-def test_separately_planned_encoders_share_cores(
+def test_separately_planned_encoders_share_cores_and_devices(
     platform: str,
     encode: str,
-    expected: list[object],
+    cores: list[object],
+    devices: list[object],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -289,20 +292,23 @@ def test_separately_planned_encoders_share_cores(
     config = tmp_path / "t.yaml"
     config.write_text(f"model: demo\ninstances: {{encode: {{{encode}}}}}\n")
     request = PlanRequest.from_options(platform=platform, config=config)
-    machine = Machine(devices=("0",), cores=(0, 1, 2, 3))
+    machine = Machine(devices=("0", "1"), cores=(0, 1, 2, 3))
     plan = request.plan(
         request.load(),
         "00c0ffee",
         machine,
-        encode_machine=Machine(devices=(), cores=machine.cores),
+        encode_machine=machine if platform == "npu" else None,
         temp_dir="/tmp/x",
         free=lambda *_: True,
     )
     by_name = {spec.name: spec for spec in plan.processes}
-    assert [by_name[name].cores for name in ("encode-0", "prefill_decode-0")] == expected
+    engines = [by_name[name] for name in ("encode-0", "prefill_decode-0")]
+    assert [each.cores for each in engines] == cores
+    assert [each.devices for each in engines] == devices
     own = str(tmp_path / "other/bin/python") if "environment" in encode else sys.executable
     assert by_name["encode-0"].argv[0] == own
-    assert by_name["encode-0"].apart == f"cpu, {own}"
+    of = platform if "environment" in encode else "cpu"
+    assert by_name["encode-0"].apart == f"{of}, {own}"
     assert [each["name"] for each in plan.members] == ["encode-0"]
     assert instance(by_name["prefill_decode-0"])["pool_bytes"] == 1 << 30
     assert [each["name"] for each in front(plan)["engines"]] == ["prefill_decode-0"]
