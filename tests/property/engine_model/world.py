@@ -84,7 +84,7 @@ class World:
         self._sleeps = False
         self._paused_turn = 0
         self._saw_reset: set[str] = set()
-        """Requests that were here when a cache was reset: they need again what they had."""
+        """Requests that had something when a cache was reset: they need it again."""
         self._on_demand: set[str] = set()
         """Transfers whose jobs wait until the instance asks."""
         self._stored: set[str] = set()
@@ -248,7 +248,6 @@ class World:
     def _reset(self) -> None:
         if self.rng.random() < (0.1 if self.engine.is_encoding else 0.01):
             self.seen["resets of the encoder cache"] += 1
-            self._saw_reset |= set(self.engine.unfinished)
             self._reset_encoder_caches()
         if self.rng.random() < 0.01:
             running = self.rng.random() < 0.5
@@ -259,6 +258,9 @@ class World:
 
     def _reset_encoder_caches(self) -> None:
         """Let all engines forget what they encoded, encoders first, as a front does."""
+        # Also requests whose items came before them.
+        self._saw_reset |= {job.request_id for job in self.front.jobs.values()}
+        self._saw_reset |= set(self.engine.unfinished)
         new = not any(each.is_stopped for each in self.encoders)  # It would wait for these.
         self.note("encoder caches are reset", "for new weights" if new else "")
         if new:
@@ -294,7 +296,6 @@ class World:
             self.seen[f"sleeps: {self._pause}"] += 1
             self.note("sleeps")
             self._pause = "asleep"
-            self._saw_reset |= set(self.engine.unfinished)
             self.engine.reset_prefix_cache(running=True)
             self._reset_encoder_caches()
             self.later(self.rng.choice([1, 5, 40]), self._resume)
