@@ -23,7 +23,7 @@ from epd_portable.demo import servers
 from tests import forked
 from tests.e2e import flags
 from tests.e2e.asking import AUTHORIZED
-from tests.e2e.engines import config_of, instance, shared_memory_of, wait_until
+from tests.e2e.engines import config_of, instance, names, shared_memory_of, wait_until
 from tests.forked import Popen
 
 ROOT = Path(__file__).parents[2]
@@ -238,9 +238,17 @@ def start(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
 
 
 def every_instance_is_up(split: Split) -> bool:
-    """Tell whether the front sends requests to every engine that it knows."""
-    counts = httpx.get(f"{split.url}/health", timeout=60, trust_env=False).json()["counts"]
-    return bool(counts["up"] == sum(counts.values()))
+    """Tell whether the front sends requests to every engine that it knows, and items to encoders.
+
+    An encoder that has just started is up, and gets no items before its warm-up has ended.
+    """
+    with httpx.Client(base_url=split.url, timeout=60, trust_env=False) as client:
+        counts = client.get("/health").json()["counts"]
+        if counts["up"] < sum(counts.values()):
+            return False
+        engines = [name for name in names(split.pid) if name != "front"]
+        pages = [client.get(f"/epd/instances/{name}/health") for name in engines]
+    return len(pages) == counts["up"] and all(page.status_code == 200 for page in pages)
 
 
 @contextmanager

@@ -34,11 +34,23 @@ def named(launcher: int, name: str) -> psutil.Process:
 
 def process(launcher: int, name: str) -> psutil.Process:
     """Return a process of a topology, by its name in the plan."""
+    found = _by_name(launcher)
+    assert name in found, f"{name} does not run"
+    return found[name]
+
+
+def names(launcher: int) -> list[str]:
+    """Return the names of the processes of a topology."""
+    return [*_by_name(launcher)]
+
+
+def _by_name(launcher: int) -> dict[str, psutil.Process]:
+    found = {}
     for child in psutil.Process(launcher).children():
         with contextlib.suppress(psutil.Error, ProcessLookupError):  # One that ends at this moment.
-            if child.environ().get("EPD_INSTANCE") == name:
-                return child
-    raise AssertionError(f"{name} does not run")
+            if name := child.environ().get("EPD_INSTANCE"):
+                found[name] = child
+    return found
 
 
 def rests(server: psutil.Process) -> bool:
