@@ -366,7 +366,7 @@ class SplitClient(AsyncMPClient):
         full = {each.name for each in engines.values() if each.follower and each.is_full}
         for each in engines.values():
             if each.instance.role in TAKES_KV:
-                full |= each.misfits
+                full |= each.incompatible
         chosen = job.selection.choose_prefill([*exclude, *full])
         if chosen is None:
             return None

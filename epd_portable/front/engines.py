@@ -114,7 +114,7 @@ class FrontEngine:
         holds: Items in its encoder cache, as far as it has reported (`CacheNews`).
         fingerprint: See `epd_portable.wire.fingerprint`; empty before its first process.
         namespace: Of the store's entries that it loads; empty for none.
-        misfits: Engines whose items it refuses.
+        incompatible: Engines whose items and KV it refuses, because of their fingerprints.
         samples: Encoder outputs of one item, as it got them from other engines, by their name, and
             as it encoded them, by its own.
         compared: Outputs of other engines next to the right ones, by name of the engine.
@@ -133,7 +133,7 @@ class FrontEngine:
         self.client: Any = None
         self.holds: set[str] = set()
         self.fingerprint = self.namespace = ""
-        self.misfits: set[str] = set()
+        self.incompatible: set[str] = set()
         self.samples: dict[str, OutputSample] = {}
         self.compared: dict[str, Comparison] = {}
         self.unchecked: set[str] = set()
@@ -625,9 +625,9 @@ class Engines:
                 for each in known
                 if sender.instance.role in sends and each.instance.role in takes
             ]:
-                receiver.misfits.discard(sender.name)
+                receiver.incompatible.discard(sender.name)
                 if differing := differences(receiver.fingerprint, sender.fingerprint):
-                    receiver.misfits.add(sender.name)
+                    receiver.incompatible.add(sender.name)
                     found.append(f"{receiver.name} refuses its {what}, which differ in {differing}")
                 elif what == "items" and sender.name in receiver.compared:
                     apart, refused = receiver.compared[sender.name]

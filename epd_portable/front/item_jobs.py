@@ -112,7 +112,7 @@ class ItemJobs:
         """
         full = [each.name for each in self._engines.by_name.values() if each.is_full]
         engine = self._engines.by_name[taker]
-        exclude = [*exclude, *engine.misfits, *full]
+        exclude = [*exclude, *engine.incompatible, *full]
         if one.exchange.samples is not None:
             return one.selection.choose_encoder(item, exclude)
         exclude += engine.refused

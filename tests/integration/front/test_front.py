@@ -222,7 +222,7 @@ async def test_an_item_that_its_encoder_gives_up_is_asked_of_another(make: Make)
 @pytest.mark.parametrize("fits", ["e-1", ""])
 async def test_encoder_whose_items_are_refused_gets_no_job(make: Make, fits: str) -> None:
     front = make("e-0", "e-1", "pd-0")
-    front.client.engines.by_name["pd-0"].misfits = {"e-0", "e-1"} - {fits}
+    front.client.engines.by_name["pd-0"].incompatible = {"e-0", "e-1"} - {fits}
     for number in range(4):
         await front.ask(f"item {number}", name=f"r{number}")
     jobs = {name: len(front.jobs(name)) for name in ("e-0", "e-1")}
