@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-import epd_portable
 from epd_portable import envs
 from epd_portable.errors import ConfigError
+from tests.kit.sources import modules, text
 
 
 def test_every_variable_is_in_the_table_under_its_own_name() -> None:
@@ -16,15 +15,9 @@ def test_every_variable_is_in_the_table_under_its_own_name() -> None:
     assert all(name == variable.name for name, variable in variables.items())
 
 
-def test_no_other_module_reads_a_variable_of_ours_past_the_table() -> None:
-    known = {variable.name for variable in envs.TABLE}
-    package = Path(epd_portable.__file__).parent
-    used = {
-        name
-        for module in package.rglob("*.py")
-        for name in re.findall(r"\bEPD_[A-Z_]+\b", module.read_text("utf-8"))
-    }
-    assert used <= known
+def test_every_variable_that_the_package_reads_is_in_the_table() -> None:
+    used = {name for path in modules() for name in re.findall(r"\bEPD_[A-Z_]+\b", text(path))}
+    assert used <= {variable.name for variable in envs.TABLE}
 
 
 @pytest.mark.parametrize("variable", envs.TABLE, ids=lambda variable: variable.name)

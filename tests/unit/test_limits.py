@@ -11,7 +11,6 @@ from epd_portable import responses
 from epd_portable.config import document, problems
 from epd_portable.config.front import MAX_ENCODERS
 from epd_portable.encode.store_writer import QUEUE_BYTES
-from epd_portable.engine import hub
 from epd_portable.items import transfers
 from epd_portable.launch.plan import ports
 from epd_portable.launch.run import lifecycle
@@ -24,8 +23,8 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def constants(module: str) -> dict[str, Any]:
-    """Return the numbers that a module of the front names, without an import of vLLM."""
-    tree = ast.parse((ROOT / "epd_portable/front" / module).read_text("utf-8"))
+    """Return the numbers that a module names, without an import of vLLM."""
+    tree = ast.parse((ROOT / "epd_portable" / module).read_text("utf-8"))
     found: dict[str, Any] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -35,7 +34,7 @@ def constants(module: str) -> dict[str, Any]:
     return found
 
 
-connections, media_urls = constants("connections.py"), constants("media_urls.py")
+connections, media_urls = constants("front/connections.py"), constants("front/media_urls.py")
 HEAD = f"{connections['MAX_HEAD_BYTES'] // KIB} KiB"
 
 IN_THE_CODE = {
@@ -51,7 +50,7 @@ IN_THE_CODE = {
     "request: body": f"{responses.BODY_TIMEOUT_S:g} s, then 408",
     "request: URL and headers": f"{HEAD} (431), {connections['HEAD_TIMEOUT_S']:g} s (408)",
     "request: framing of chunks": f"{HEAD} and {connections['FRAMING']} times the body",
-    "request at `/epd/`": f"{constants('http.py')['_MAX_CONTROL_BYTES'] // KIB} KiB",
+    "request at `/epd/`": f"{constants('front/http.py')['_MAX_CONTROL_BYTES'] // KIB} KiB",
     "requests of one connection": str(connections["MAX_PIPELINED"]),
     "client that reads nothing": f"disconnected after {connections['SEND_TIMEOUT_S']:g} s",
     "idle connection": f"{connections['KEEP_ALIVE_S']:g} s",
@@ -62,7 +61,7 @@ IN_THE_CODE = {
         f"{media_urls['MAX_FETCHES']}, {media_urls['MAX_FETCHES_OF_HOST']} of one host"
     ),
     "engine that joined and is not healthy": (
-        f"forgotten after {constants('engines.py')['FORGET_S']:g} s"
+        f"forgotten after {constants('front/engines.py')['FORGET_S']:g} s"
     ),
     "outputs that wait to be written": f"{QUEUE_BYTES // MIB} MiB; more are dropped",
     "restart of a process": (
@@ -74,7 +73,7 @@ IN_THE_CODE = {
         "`launch.hung_after_s`"
     ),
     "engines of one front": str(instances.MAX_INSTANCES),
-    "API servers of fronts": str(hub.MAX_FRONTS),
+    "API servers of fronts": str(constants("engine/hub.py")["MAX_FRONTS"]),
     "heartbeats": (
         f"every {jobs.BEAT_S:g} s; {jobs.MISSED_BEATS} without a response count as a lost engine"
     ),

@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from tests import warm
 
 WORKER = """
 import sys
@@ -25,23 +29,20 @@ if sys.argv[1:]:
     print("counted", flush=True)
     sys.stdin.read()
 """
-SERVER = f"""
-import os, subprocess, sys
+SERVER = """
+import os, sys
 import prometheus_client
 from epd_portable.vllm_plugin import exposition
 exposition.serve()
 exposition.serve()
 assert not os.path.exists(os.environ["EPD_METRICS_DIR"]), "nothing is published yet"
 prometheus_client.generate_latest()
-subprocess.run([sys.executable, "-c", {WORKER!r}], check=True)
-command = [sys.executable, "-c", {WORKER!r}, "stay"]
-worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-worker.stdout.readline()
-mine = prometheus_client.Counter("vllm:requests", "of the server")
-mine.inc()
+print(os.environ["EPD_METRICS_DIR"], flush=True)
+sys.stdin.readline()
+prometheus_client.Counter("vllm:requests", "of the server").inc()
 print(prometheus_client.generate_latest().decode())
-worker.communicate()
 """
+TIMEOUT_S = 300
 
 
 @pytest.fixture
@@ -49,55 +50,48 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(tmp_path)}
 
 
-def run(environ: dict[str, str], program: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-def page(environ: dict[str, str], program: str = SERVER) -> list[str]:
-    return run(environ, program).stdout.splitlines()
-
-
-def test_page_sums_series_of_processes_and_keeps_its_own(
-    environ: dict[str, str],
+def test_page_sums_series_of_processes_and_leaves_no_folder(
+    environ: dict[str, str], tmp_path: Path
 ) -> None:
-    lines = page(environ)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    server = warm.nursery().popen("-c", SERVER, env=environ, **pipes)
+    assert server.stdin and server.stdout
+    of_engine = {**environ, "EPD_METRICS_DIR": server.stdout.readline().strip()}
+    ended = warm.nursery().run("-c", WORKER, env=of_engine, timeout=TIMEOUT_S)
+    assert ended.returncode == 0, ended.stderr
+    worker = warm.nursery().popen("-c", WORKER, "stay", env=of_engine, **pipes)
+    assert worker.stdin and worker.stdout and worker.stdout.readline() == "counted\n"
+    server.stdin.write("\n")
+    server.stdin.close()
+    lines = server.stdout.read().splitlines()
+    worker.stdin.close()
+    assert [worker.wait(TIMEOUT_S), server.wait(TIMEOUT_S)] == [0, 0]
+    for each in (worker.stdout, server.stdout):
+        each.close()
     begun = 'epd_encode_transfers_total{source="cache"} 2.0'
-    assert lines.count(begun) == 1, "one collector, however often asked"
+    assert lines.count(begun) == 1, "one collector of several calls"
     assert "epd_encode_transfers_in_flight 1.0" in lines, "of the process that runs"
     assert 'epd_encode_transfers_total{source="encoder"} 0.0' in lines
     assert "vllm:requests_total 1.0" in lines
     assert any(line.startswith("process_resident_memory_bytes ") for line in lines)
     assert not any("something" in line for line in lines), "not ours, and not shown before"
-
-
-def test_the_folder_goes_with_the_first_process(environ: dict[str, str], tmp_path: Path) -> None:
-    page(environ)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_vllm_serves_by_itself_is_used_instead(
-    environ: dict[str, str], tmp_path: Path
-) -> None:
-    folder = tmp_path / "several"
-    folder.mkdir()
-    environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
-    page(environ, WORKER)
-    lines = page(
-        environ,
-        "from prometheus_client import CollectorRegistry, generate_latest, multiprocess\n"
-        "registry = CollectorRegistry()\n"
-        "multiprocess.MultiProcessCollector(registry)\n"
-        "print(generate_latest(registry).decode())\n",
-    )
-    assert 'epd_encode_transfers_total{source="cache"} 1.0' in lines
+def test_folder_that_vllm_serves_is_used_instead(environ: dict[str, str], tmp_path: Path) -> None:
+    # The library reads the variable when it is imported.
+    environ["PROMETHEUS_MULTIPROC_DIR"] = str(tmp_path)
+    subprocess.run([sys.executable, "-c", WORKER], env=environ, timeout=TIMEOUT_S, check=True)
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(tmp_path))
+    counted = 'epd_encode_transfers_total{source="cache"} 1.0'
+    assert counted in generate_latest(registry).decode().splitlines()
 
 
 def test_process_without_page_of_its_engine_counts_for_itself(
     environ: dict[str, str], tmp_path: Path
 ) -> None:
-    assert "VLLM_PLUGINS" in run(environ, WORKER.replace("exposition.serve()", "")).stderr
+    program = WORKER.replace("exposition.serve()", "")
+    ended = warm.nursery().run("-c", program, env=environ, timeout=TIMEOUT_S)
+    assert "VLLM_PLUGINS" in ended.stderr and ended.returncode == 0
     assert list(tmp_path.iterdir()) == []
