@@ -227,6 +227,10 @@ INTERFACES = {
     "transfer/paths/base.py": ("SlotWrite", "PathWriter", "ReceivingEnd", "PathReceiver"),
     "platforms/traits.py": ("PlatformTraits",),
     "platforms/base.py": ("Platform",),
+    "transfer/stores/base.py": ("Entry", "Store"),
+    "placement/profiles/selection_types.py": (
+        *("SelectionRequest", "Candidate", "Filter", "Scorer", "ScorePicker", "Decider"),
+    ),
 }
 """Module of the package: its classes that others implement or get."""
 

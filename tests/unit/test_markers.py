@@ -3,65 +3,49 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
-
-ONE_MARKED_TEST = """
-    import conftest
-    import pytest
-
-    conftest.REQUIREMENTS["needs_cuda"] = lambda: {reason!r}
-
-    @pytest.mark.needs_cuda
-    def test_marked():
-        pass
-
-    def test_plain():
-        pass
-"""
+CONFTEST = Path(__file__).parents[1] / "conftest.py"
 
 
 @pytest.fixture
-def suite(pytester: pytest.Pytester) -> pytest.Pytester:
-    pytester.makeconftest(CONFTEST.read_text("utf-8"))
-    pytester.makeini(
-        "[pytest]\nmarkers = needs_cuda\naddopts = -ra -p no:cacheprovider -p no:asyncio\n"
-    )
-    return pytester
+def conftest(request: pytest.FixtureRequest) -> Any:
+    """Return the module that pytest has loaded."""
+    plugins = request.config.pluginmanager.get_plugins()
+    return next(each for each in plugins if getattr(each, "__file__", "") == str(CONFTEST))
 
 
 @pytest.mark.parametrize(
-    ("reason", "options", "outcomes", "said"),
+    ("marker", "why_not", "required", "outcome"),
     [
-        ("no such device", [], {"passed": 1, "skipped": 1}, "*needs_cuda: no such device*"),
-        (None, [], {"passed": 2}, "*"),
-        (
-            "no such device",
-            ["--require-device=cuda"],
-            {"passed": 1, "errors": 1},
-            "*no such device, and --require-device demands it*",
-        ),
+        ("needs_cuda", "no such device", [], "skip: needs_cuda: no such device"),
+        ("needs_cuda", None, ["cuda"], "run"),
+        ("needs_cuda", "no such device", ["cuda"], "fail: needs_cuda: no such device, and"),
+        ("needs_cuda", "no such device", ["npu"], "skip: needs_cuda: no such device"),
+        ("plain", "no such device", ["cuda"], "run"),
     ],
 )
 def test_missing_need_skips_or_fails_with_its_reason(
-    suite: pytest.Pytester, reason: str | None, options: list[str], outcomes: Any, said: str
+    conftest: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    marker: str,
+    why_not: str | None,
+    required: list[str],
+    outcome: str,
 ) -> None:
-    suite.makepyfile(ONE_MARKED_TEST.format(reason=reason))
-    result = suite.runpytest(*options)
-    result.assert_outcomes(**outcomes)
-    result.stdout.fnmatch_lines([said])
-
-
-@pytest.mark.parametrize("simulated", [True, False])
-def test_the_simulated_npu_is_tested_only_in_its_own_environment(
-    suite: pytest.Pytester, simulated: bool
-) -> None:
-    suite.mkdir("npu_sim").joinpath("test_npu.py").write_text("def test_npu():\n    pass\n")
-    suite.makepyfile("def test_plain():\n    pass\n")
-    if simulated:
-        suite.mkpydir("ascend_sim")
-        suite.syspathinsert()
-    suite.runpytest().assert_outcomes(passed=1 + simulated)
+    monkeypatch.setitem(conftest.REQUIREMENTS, "needs_cuda", lambda: why_not)
+    item = SimpleNamespace(
+        config=SimpleNamespace(getoption=lambda name: required),
+        get_closest_marker=lambda name: True if name == marker else None,
+    )
+    try:
+        conftest.pytest_runtest_setup(item)
+        found = "run"
+    except pytest.skip.Exception as skipped:
+        found = f"skip: {skipped}"
+    except pytest.fail.Exception as failed:
+        found = f"fail: {failed}"
+    assert found.startswith(outcome)

@@ -384,4 +384,4 @@ class Sharing(RuleBasedStateMachine):
 
 
 TestSharing = Sharing.TestCase
-TestSharing.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSharing.settings = settings(max_examples=75, stateful_step_count=40, deadline=None)

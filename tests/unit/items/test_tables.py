@@ -12,7 +12,7 @@ from tests.unit.builders import encoder_cache, request
 from tests.unit.encode.test_dispatcher import SECRET
 from tests.unit.items.harness import Item, Pair, PrefillSide, spec
 
-REQUESTS = 4_000
+REQUESTS = 2_000
 AT_ONCE = 20
 GAP_S = 0.5
 """Between the arrivals of so many requests and the next: the latest 1,200 can still be late."""
@@ -102,7 +102,7 @@ def test_requests_that_have_ended_leave_nothing_that_grows() -> None:
         pair.pd.clock.now += GAP_S
         pair.encode.sent.clear()
         pair.encode.ended.clear()
-        if first % 1000 == 0:
+        if first % 500 == 0:
             held = Holdings(pair.pd.shell, pair.encode.session)
             assert held.entries.pop("Transfers._ended") <= MAX_ENDED
             assert held.objects["ItemRequest"] <= FEW, held.objects

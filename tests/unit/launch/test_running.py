@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +21,10 @@ from epd_portable.launch.run.running import (
     find_runs,
     write_record,
 )
+from tests import warm
 
 RUN = "0badcafe"
+LAUNCHER = "epd_portable.launch.cli"
 
 
 @pytest.fixture
@@ -114,9 +115,10 @@ def test_logs_are_shown_of_all_or_of_one(folder: Path, tmp_path: Path) -> None:
     write_record(folder, record(*(process(name, log=log) for name, log in logs.items())))
 
     def shown(*words: str) -> list[str]:
-        command = [sys.executable, "-m", "epd_portable.launch.cli", "logs", *words]
         env = {**os.environ, "TMPDIR": str(tmp_path)}
-        return subprocess.check_output(command, env=env, text=True).splitlines()
+        ended = warm.nursery().run("-m", LAUNCHER, "logs", *words, env=env, timeout=60)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.splitlines()
 
     lines = shown("-n", "1")
     assert [each for each in lines if "says" in each] == ["encode-0 says 29", "front says 29"]
@@ -132,14 +134,16 @@ def test_logs_are_followed_until_the_launcher_ends(folder: Path, tmp_path: Path)
     log.write_text("one\n")
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as launcher:
         write_record(folder, record(process("front", log=str(log)), pid=launcher.pid))
-        command = [sys.executable, "-m", "epd_portable.launch.cli", "logs", "-f"]
         env = {**os.environ, "TMPDIR": str(tmp_path)}
-        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as following:
-            assert following.stdout is not None
-            assert following.stdout.readline() == "one\n"
+        following = warm.nursery().popen(
+            "-m", LAUNCHER, "logs", "-f", stdout=subprocess.PIPE, env=env
+        )
+        assert following.stdout is not None
+        with following.stdout as lines:
+            assert lines.readline() == "one\n"
             with log.open("a") as file:
                 file.write("two\n")
-            assert following.stdout.readline() == "two\n"
+            assert lines.readline() == "two\n"
             launcher.communicate()
             assert following.wait(30) == 0
 
