@@ -13,7 +13,7 @@ unavailable=3 # EXIT_UNAVAILABLE of ci/make_env.py
 
 tests_of() { # What pytest is told for a part.
     case $1 in
-    simulator) echo tests/npu_sim/runtime tests/npu_sim/operators ;;
+    simulator) echo -p tests.conftest ci/ascend_sim/tests ;;
     devices)
         echo tests/npu_sim/platform tests/npu_sim/test_over_vllm.py tests/npu_sim/launch tests/npu_sim/bench tests/devices \
             tests/npu_sim/transfer/test_ordering.py tests/npu_sim/transfer/test_queued.py \

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.npu_sim.runtime import acl
+from ci.ascend_sim.tests.runtime import acl
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.npu_sim.runtime import acl
+from ci.ascend_sim.tests.runtime import acl
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 DEPENDENCY, UNJOINED, STREAM_CAPTURED, EVENT_CAPTURED = 107024, 107025, 107027, 107028

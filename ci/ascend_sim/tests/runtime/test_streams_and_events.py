@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from tests.npu_sim.runtime import acl
+from ci.ascend_sim.tests.runtime import acl
 
 SIZE = 1 << 16
 

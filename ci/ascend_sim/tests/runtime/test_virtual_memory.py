@@ -6,7 +6,7 @@ import ctypes
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tests.npu_sim.runtime import acl
+from ci.ascend_sim.tests.runtime import acl
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

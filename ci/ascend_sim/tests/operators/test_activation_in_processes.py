@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ci.ascend_sim.tests.runtime import children
 from tests.npu_sim.platform.children import nursery, nursery_with_engine
-from tests.npu_sim.runtime import children
 
 
 def run(program: str, **variables: str) -> list[str]:

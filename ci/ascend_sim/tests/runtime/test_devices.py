@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.npu_sim.runtime import acl, children
+from ci.ascend_sim.tests.runtime import acl, children
 
 COUNT = """
 count = ctypes.c_uint32()

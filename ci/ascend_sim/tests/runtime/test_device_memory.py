@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from tests.npu_sim.runtime import acl, children
+from ci.ascend_sim.tests.runtime import acl, children
 
 PAGE = 2 * acl.MIB
 """Allocations are whole pages: what lies behind the last page is out of bounds."""

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 INTERPRETER = Path(sys.prefix) / "interpreter"
 
 
 def test_kernels_read_and_write_device_memory_by_its_addresses() -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "tests.npu_sim.operators.kernels"],
+        [sys.executable, "-m", "ci.ascend_sim.tests.operators.kernels"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{INTERPRETER}:{ROOT}"},
         capture_output=True,

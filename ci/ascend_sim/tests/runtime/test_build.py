@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-RUNTIME = Path(__file__).parents[3] / "ci/ascend_sim/runtime"
+RUNTIME = Path(__file__).parents[2] / "runtime"
 MOST_LINES = 400
 NAMES = {
     "libacl_op_compiler.so",

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.npu_sim.runtime import acl, children, hccl
+from ci.ascend_sim.tests.runtime import acl, children, hccl
 
 if TYPE_CHECKING:
-    from tests.npu_sim.runtime.hccl import Rank
+    from ci.ascend_sim.tests.runtime.hccl import Rank
 
 SOON_S = 30
 """Half of the default timeout."""

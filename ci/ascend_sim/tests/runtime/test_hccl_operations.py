@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, TypeAlias
 import pytest
 import torch
 
-from tests.npu_sim.runtime import acl, hccl
+from ci.ascend_sim.tests.runtime import acl, hccl
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.npu_sim.runtime.hccl import Rank
+    from ci.ascend_sim.tests.runtime.hccl import Rank
 
 RANKS = 3
 COUNT = 12  # elements of one part; not a multiple of anything but 3 and 4

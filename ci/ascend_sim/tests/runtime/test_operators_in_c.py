@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.npu_sim.runtime import acl, children
+from ci.ascend_sim.tests.runtime import acl, children
 
 BLOCKING = {"ASCEND_LAUNCH_BLOCKING": "1"}
 """torch_npu runs each operator at its call, so its failure is raised there."""
 
 
 def test_operators_in_c_give_the_same_bytes_as_the_cpu() -> None:
-    code = "from tests.npu_sim.runtime import operator_cases; operator_cases.main()"
+    code = "from ci.ascend_sim.tests.runtime import operator_cases; operator_cases.main()"
 
     results = dict(
         line.split(": ", 1)
