@@ -287,6 +287,34 @@ def test_topologies_in_the_documents_load_on_each_platform(document: Path) -> No
                 parse_topology(whole, platform, source=document.name)
 
 
+def constant(module: str, name: str) -> float:
+    """Return a number that a module of the package assigns, without an import of vLLM."""
+    for node in nodes(PACKAGE / module):
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            names = [ast.unparse(each) for each in getattr(target, "elts", [target])]
+            if name in names:
+                found = getattr(value, "elts", [value])[names.index(name)]
+                return float(eval(ast.unparse(found), {}))
+    raise AssertionError(f"{module} has no {name}")
+
+
+def test_limits_in_the_table_are_constants_of_the_code() -> None:
+    section = text(ROOT / "docs/configuration.md").partition("## Fixed limits\n")[2]
+    rows = re.findall(r"^\| .+ \| (.+) \| (.+) \|$", section, re.MULTILINE)[1:]
+    module, units = "", {"KiB": 1 << 10, "MiB": 1 << 20}
+    for cell, words in rows:
+        values = re.findall(r"\b(\d+)( [KM]iB)?", cell)
+        shown = {int(number) * units.get(unit.strip(), 1) for number, unit in values}
+        assert not shown or words != "–", cell
+        for word in words.strip("`–").split():
+            if word.endswith(".py"):
+                module = word
+            else:
+                assert constant(module, word) in shown, f"{word}: {cell}"
+    assert len(rows) > 20
+
+
 # Messages and events.
 
 OTHERS = (
