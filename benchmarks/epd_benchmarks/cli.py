@@ -87,11 +87,7 @@ def read_sizes(context: click.Context, option: click.Parameter, texts: Sequence[
     help="Size of an item, as in 64KiB; may be repeated.",
 )
 @click.option(
-    "--repeat",
-    default=50,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Measured rounds.",
+    "--repeat", default=50, show_default=True, type=click.IntRange(min=1), help="Measured rounds."
 )
 @console.json_option
 def transfer_command(

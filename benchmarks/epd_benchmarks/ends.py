@@ -16,13 +16,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from epd_benchmarks.stand_in import (
-    DTYPE,
-    TOKEN_BYTES,
-    Command,
-    CommandDone,
-    StandInRequest,
-)
+from epd_benchmarks.stand_in import DTYPE, TOKEN_BYTES, Command, CommandDone, StandInRequest
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.secret import Secret
 from epd_portable.encode.producer import TransferOrder

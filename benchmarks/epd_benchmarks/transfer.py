@@ -98,12 +98,7 @@ def choose_paths(
 
 
 def measure(
-    paths: Sequence[str],
-    sizes: Sequence[int],
-    platform: PlatformName,
-    *,
-    devices: int,
-    repeat: int,
+    paths: Sequence[str], sizes: Sequence[int], platform: PlatformName, *, devices: int, repeat: int
 ) -> list[TransferCase]:
     """Measure every path and size ``repeat`` times, in turns, after unmeasured rounds.
 

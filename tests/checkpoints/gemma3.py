@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
-)
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig
 
 from tests.checkpoints.dimensions import language_model, siglip
 from tests.checkpoints.tokens import build_tokenizer, chat_template

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import (
-    LlavaOnevisionConfig,
-    LlavaOnevisionForConditionalGeneration,
-    Qwen2Config,
-)
+from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, Qwen2Config
 
 from tests.checkpoints.dimensions import PATCH, language_model, siglip
 from tests.checkpoints.tokens import build_tokenizer, chat_template

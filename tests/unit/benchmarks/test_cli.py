@@ -31,10 +31,7 @@ def test_help_lists_exit_statuses_and_defaults(command: str) -> None:
         (["transfer", "--bytes", "many"], "'many' is not a size"),
         (["transfer", "--path", "pigeon"], "'pigeon' is not one of"),
         (["transfer", "--repeat", "0"], "0 is not in the range"),
-        (
-            ["transfer", "--platform", "abacus"],
-            "'abacus' is not one of 'cuda', 'npu', 'cpu'",
-        ),
+        (["transfer", "--platform", "abacus"], "'abacus' is not one of 'cuda', 'npu', 'cpu'"),
         (["transfer", "--path", "shm", "--path", "ipc"], "--path ipc: cpu has no device memory"),
         ([*LOAD, "x.yaml", "--point", "size=large"], "size.0: Input should be a valid integer"),
         (["load", "--platform", "cpu"], "Missing option '--side'"),

@@ -37,11 +37,7 @@ def test_cpu_paths_are_measured_and_others_named() -> None:
             "cpu",
             "cpu has no device memory; on cpu there are shm, nixl, collective, tcp here",
         ),
-        (
-            "collective",
-            "npu",
-            "a device of its own; on npu there are ipc, shm, nixl, tcp here",
-        ),
+        ("collective", "npu", "a device of its own; on npu there are ipc, shm, nixl, tcp here"),
     ],
 )
 def test_path_that_cannot_be_measured_is_refused_with_reason(

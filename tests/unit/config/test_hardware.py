@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from epd_portable.config.hardware import (
-    HardwareProfile,
-    load_profile,
-)
+from epd_portable.config.hardware import HardwareProfile, load_profile
 from epd_portable.config.problems import checked
 from epd_portable.errors import ConfigError
 

@@ -84,18 +84,12 @@ def test_overrides_win_over_overlay_and_last_over_first() -> None:
             "instances: {prefill_decode: {encoder: false}, encode_prefill_decode: {}}",
             "prefill_decode.encoder is false",
         ),
-        (
-            "instances: {encode: {count: 0}, prefill_decode: {count: 0}}",
-            "no instance generates",
-        ),
+        ("instances: {encode: {count: 0}, prefill_decode: {count: 0}}", "no instance generates"),
         (
             "instances: {prefill: {}, prefill_decode: {}}",
             "compute for decode instances, and there are none",
         ),
-        (
-            "front: {zzz: 1}",
-            "front.zzz (line 2): unknown key; known are host, port, tls_cert_file",
-        ),
+        ("front: {zzz: 1}", "front.zzz (line 2): unknown key; known are host, port, tls_cert_file"),
         (
             "engine_args: {x: 2024-01-01}",
             "engine_args.x (line 2): input was not a valid JSON value",
@@ -240,9 +234,7 @@ def test_encoding_instance_gets_items_of_other_encoders(text: str, role: Role, g
     assert parse_topology(f"model: demo\n{text}", "cpu").gets_items(role) is gets
 
 
-def test_choice_file_is_read_with_the_topology(
-    tmp_path: Path,
-) -> None:
+def test_choice_file_is_read_with_the_topology(tmp_path: Path) -> None:
     choice, path = tmp_path / "choice.yaml", tmp_path / "t.yaml"
     path.write_text(f"model: demo\nfront: {{choice: {{file: {choice}}}}}\n")
     with pytest.raises(ConfigError, match=r"choice.yaml: No such file"):

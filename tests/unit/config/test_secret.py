@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 
 from epd_portable.config import secret
-from epd_portable.config.secret import (
-    MIN_CHARACTERS,
-    Secret,
-    SignatureCheck,
-    make_secret_file,
-)
+from epd_portable.config.secret import MIN_CHARACTERS, Secret, SignatureCheck, make_secret_file
 from epd_portable.errors import ConfigError, RequestError
 from tests.unit.builders import Clock
 
@@ -27,9 +22,7 @@ def write(path: Path, text: str | bytes, mode: int = 0o600) -> str:
     return str(path)
 
 
-def test_new_secret_file_is_private_unique_and_not_replaced(
-    tmp_path: Path,
-) -> None:
+def test_new_secret_file_is_private_unique_and_not_replaced(tmp_path: Path) -> None:
     paths = [tmp_path / "one", tmp_path / "two"]
     for path in paths:
         make_secret_file(str(path))
@@ -187,9 +180,7 @@ def test_future_signature_is_not_accepted_twice() -> None:
     refused(check, signature, "used before")
 
 
-def test_signatures_are_bounded_and_forgotten_when_too_old(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_signatures_are_bounded_and_forgotten_when_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secret, "MAX_SIGNATURES", 2)
     check, clock, signature = signed_check()
     check.check(signature, *ASKED)

@@ -345,9 +345,7 @@ def test_failed_encode_fails_requests_without_local_encode() -> None:
     assert pd.encode_here("r", 0)
 
 
-def test_shared_queue_encodes_an_item_in_its_step(
-    tower: Tower,
-) -> None:
+def test_shared_queue_encodes_an_item_in_its_step(tower: Tower) -> None:
     encoder = StepEncoder(tower.encode)
     placed: dict[str, torch.Tensor] = {}
     encoder.place(placed)

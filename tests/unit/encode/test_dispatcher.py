@@ -56,9 +56,7 @@ def test_an_item_is_ordered_when_it_gets_room_and_once(desk: Desk) -> None:
     assert desk.take("r") == []
 
 
-def test_item_space_is_held_until_its_transfers_end(
-    desk: Desk,
-) -> None:
+def test_item_space_is_held_until_its_transfers_end(desk: Desk) -> None:
     r = desk.arrive("r", "ab", {"ta": "a", "tb": "b"})
     dispatcher = desk.dispatcher
     assert (dispatcher.consumer("r"), dispatcher.consumer("another")) == (CONSUMER, "")

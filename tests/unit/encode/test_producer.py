@@ -8,12 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from epd_portable.encode.producer import (
-    Actions,
-    Finished,
-    ProducerSession,
-    TransferOrder,
-)
+from epd_portable.encode.producer import Actions, Finished, ProducerSession, TransferOrder
 from epd_portable.wire.messages import (
     Abort,
     Announce,

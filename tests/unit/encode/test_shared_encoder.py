@@ -8,12 +8,7 @@ from epd_portable.config.secret import Secret
 from epd_portable.encode.dispatcher import Dispatcher, EncodedItem
 from epd_portable.encode.shared_encoder import SharedEncoder
 from epd_portable.items.table import PromptItem, State
-from epd_portable.wire.params import (
-    EncodeParams,
-    EncodeTransfer,
-    is_encode_job,
-    to_params,
-)
+from epd_portable.wire.params import EncodeParams, EncodeTransfer, is_encode_job, to_params
 from tests.unit.items.harness import CAT, Item, Pair, PrefillSide, spec
 
 SECRET = Secret("a secret that only this test knows")
@@ -153,9 +148,7 @@ def test_item_is_encoded_without_the_step_of_its_request(shared: Shared) -> None
     assert shared.pd.prefill.may_schedule("r", 1)
 
 
-def test_failed_item_is_retried_once_and_then_fails(
-    shared: Shared,
-) -> None:
+def test_failed_item_is_retried_once_and_then_fails(shared: Shared) -> None:
     job = shared.ask("a")
     assert shared.told == ["a"]
     shared.cache.not_encoded("a")

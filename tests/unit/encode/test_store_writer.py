@@ -26,10 +26,7 @@ from tests.waiting import until
 
 
 def output(
-    name: str,
-    *,
-    to_host: ToHost | None = None,
-    tensor: TensorSpec = SPEC,
+    name: str, *, to_host: ToHost | None = None, tensor: TensorSpec = SPEC
 ) -> tuple[TransferOrder, ToHost]:
     def host() -> torch.Tensor:
         return torch.full((tensor.nbytes,), 1, dtype=torch.uint8)

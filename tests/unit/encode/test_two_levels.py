@@ -98,11 +98,7 @@ names = st.sampled_from(sorted(SIZES))
     cache_size=st.integers(6, 12),
     host_embeds=st.integers(0, 20),
     steps=st.lists(
-        st.one_of(
-            st.lists(names, min_size=1, max_size=4),
-            st.just("reset"),
-        ),
-        max_size=30,
+        st.one_of(st.lists(names, min_size=1, max_size=4), st.just("reset")), max_size=30
     ),
 )
 def test_workers_have_what_the_scheduler_believes(

@@ -6,11 +6,7 @@ import msgspec
 import pytest
 
 from epd_portable.errors import RequestError
-from epd_portable.media.limits import (
-    MAX_SETTINGS_BYTES,
-    MediaLimits,
-    check_settings,
-)
+from epd_portable.media.limits import MAX_SETTINGS_BYTES, MediaLimits, check_settings
 
 LIMITS = MediaLimits()
 NAME = "mm_processor_kwargs"

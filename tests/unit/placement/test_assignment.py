@@ -205,9 +205,7 @@ def sharing(scene: Scene, items: list[Picture]) -> list[Assignment[Picture]]:
 
 
 @pytest.mark.parametrize("encoders", [0, 1, 2])
-def test_encoding_engine_shares_items_with_equally_idle_ones(
-    encoders: int,
-) -> None:
+def test_encoding_engine_shares_items_with_equally_idle_ones(encoders: int) -> None:
     scene = Scene(encoders)
     found = sharing(scene, pictures(*map(str, range(6))))
     here = [each for each in found if each.by == "local_first"]

@@ -106,10 +106,7 @@ class Lives(RuleBasedStateMachine):
         if instance := self.pick(number):
             self.instances.remove(instance.name)
 
-    @rule(
-        number=st.integers(0, 99),
-        event=st.sampled_from([WELL, WELL, WELL, GONE, DRAIN, RESUME]),
-    )
+    @rule(number=st.integers(0, 99), event=st.sampled_from([WELL, WELL, WELL, GONE, DRAIN, RESUME]))
     def live(self, number: int, event: Callable[[Instance], Any]) -> None:
         if instance := self.pick(number):
             event(instance)
@@ -264,11 +261,7 @@ def test_work_is_counted_once_until_it_ends() -> None:
             assert instance.responses.running == count
         with instance.computing(7), instance.encoding(0.25):
             assert (instance.tokens, instance.pending_encode_s) == (7, 0.25)
-    assert (instance.responses.running, instance.tokens, instance.pending_encode_s) == (
-        0,
-        0,
-        0,
-    )
+    assert (instance.responses.running, instance.tokens, instance.pending_encode_s) == (0, 0, 0)
 
 
 def test_users_are_notified_of_a_lost_or_removed_instance() -> None:

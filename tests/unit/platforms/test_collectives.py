@@ -13,12 +13,7 @@ import torch
 
 from epd_portable.demo.servers import free_port
 from epd_portable.errors import EPDError, PeerLostError, PlatformError, TransportTimeoutError
-from epd_portable.platforms.collectives import (
-    CollectiveGroup,
-    Deadline,
-    Rendezvous,
-    RendezvousHost,
-)
+from epd_portable.platforms.collectives import CollectiveGroup, Deadline, Rendezvous, RendezvousHost
 from epd_portable.platforms.collectives_device import Turns
 
 CPU = torch.device("cpu")

@@ -45,8 +45,7 @@ class Noting:
         self.report: object = None
         self.traced: list[tuple[str, dict[str, object]]] = []
         turns = SimpleNamespace(
-            take_turn=lambda: self.calls.append("turn"),
-            end_turn=lambda: self.calls.append("over"),
+            take_turn=lambda: self.calls.append("turn"), end_turn=lambda: self.calls.append("over")
         )
         self.encoder = SimpleNamespace(turns=turns)
 

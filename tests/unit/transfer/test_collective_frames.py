@@ -146,8 +146,7 @@ def consumer(_texts_only: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Con
     yield made
     made.receiver.close()
     until(
-        lambda: set(threading.enumerate()) <= threads,
-        lambda: set(threading.enumerate()) - threads,
+        lambda: set(threading.enumerate()) <= threads, lambda: set(threading.enumerate()) - threads
     )
     del made
     until(lambda: len(descriptors()) <= files, lambda: (files, descriptors()))

@@ -16,12 +16,7 @@ from epd_portable.platforms import registry
 from epd_portable.transfer.copies import DeviceCopies
 from epd_portable.transfer.curve import secure_client
 from epd_portable.transfer.paths.base import LeaseFence
-from epd_portable.transfer.paths.tcp import (
-    CHUNK_BYTES,
-    MAX_REPLY_BYTES,
-    TcpReceiver,
-    TcpWriter,
-)
+from epd_portable.transfer.paths.tcp import CHUNK_BYTES, MAX_REPLY_BYTES, TcpReceiver, TcpWriter
 from epd_portable.transfer.pool import SharedMemory
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.keyring import keys

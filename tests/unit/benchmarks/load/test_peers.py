@@ -49,9 +49,7 @@ def value(argv: Sequence[str], flag: str) -> str:
     return argv[list(argv).index(flag) + 1]
 
 
-def test_tuned_cpu_baseline_has_launcher_threads_and_executor(
-    tmp_path: Path,
-) -> None:
+def test_tuned_cpu_baseline_has_launcher_threads_and_executor(tmp_path: Path) -> None:
     peer = plain("cpu", ("2", "3"), tmp_path, "engine_args.seed=7", tuned=True)
     ours = make_plan(
         topology("cpu", "instances.encode.cores=[0, 1]", "instances.prefill_decode.cores=[2, 3]"),
@@ -68,17 +66,13 @@ def test_tuned_cpu_baseline_has_launcher_threads_and_executor(
     assert not any("epd_portable" in word for word in peer.argv if not word.startswith("/"))
 
 
-def test_stock_cpu_baseline_has_its_own_executor_and_threads(
-    tmp_path: Path,
-) -> None:
+def test_stock_cpu_baseline_has_its_own_executor_and_threads(tmp_path: Path) -> None:
     peer = plain("cpu", ("2", "3"), tmp_path, tuned=False)
     assert peer.env["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
     assert "OMP_NUM_THREADS" not in peer.env and EXECUTOR not in peer.argv
 
 
-def test_device_baseline_divides_the_model_among_devices(
-    tmp_path: Path,
-) -> None:
+def test_device_baseline_divides_the_model_among_devices(tmp_path: Path) -> None:
     peer = plain("cuda", ("4", "5"), tmp_path, tuned=True)
     assert peer.env["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert value(peer.argv, "--tensor-parallel-size") == "2"

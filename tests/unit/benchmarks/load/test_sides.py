@@ -8,12 +8,7 @@ import httpx
 import pytest
 
 from epd_benchmarks.load import usage
-from epd_benchmarks.load.sides import (
-    instance_count,
-    read_side,
-    read_sides,
-    share_out,
-)
+from epd_benchmarks.load.sides import instance_count, read_side, read_sides, share_out
 from epd_portable.config.load import load_topology
 from epd_portable.errors import ConfigError
 
@@ -139,9 +134,7 @@ other_total 9
 """
 
 
-def test_counters_are_summed_over_other_labels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_counters_are_summed_over_other_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def get(url: str, **options: object) -> httpx.Response:

@@ -13,14 +13,7 @@ from epd_portable.errors import ConfigError
 from epd_portable.placement.instances import LoadReport
 from epd_portable.placement.profiles.policy import Policy
 from epd_portable.placement.profiles.selection_types import SelectionRequest
-from tests.unit.placement.profiles.situations import (
-    Snapshot,
-    asked,
-    having,
-    kept,
-    seen,
-    to_encode,
-)
+from tests.unit.placement.profiles.situations import Snapshot, asked, having, kept, seen, to_encode
 
 
 def guide() -> Policy:

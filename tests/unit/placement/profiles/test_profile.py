@@ -38,9 +38,7 @@ A, B = ByTable(1.0, 0.0, 0.5), ByTable(0.0, 1.0, 0.8)
 
 
 def profile(
-    filters: Sequence[ByTable] = (),
-    scorers: Sequence[tuple[ByTable, float]] = (),
-    *picker: ByTable,
+    filters: Sequence[ByTable] = (), scorers: Sequence[tuple[ByTable, float]] = (), *picker: ByTable
 ) -> Profile:
     return Profile(
         "p",

@@ -28,13 +28,7 @@ def payload(first: int = 0) -> memoryview:
 
 
 def sealed(one: Seal, key: str, data: memoryview | None = None) -> bytes:
-    return one.entry(
-        data or payload(),
-        key=key,
-        mm_hash=ITEM,
-        modality="image",
-        tensor=SPEC,
-    ).head
+    return one.entry(data or payload(), key=key, mm_hash=ITEM, modality="image", tensor=SPEC).head
 
 
 def test_key_depends_on_engines_modality_item_and_secret_only() -> None:
@@ -91,12 +85,7 @@ def test_a_payload_of_another_entry_is_refused() -> None:
     first, second = (one.open(sealed(one, "key"), "key") for _ in range(2))
     assert first.tag != second.tag
     mixed = Head(
-        key="key",
-        mm_hash=ITEM,
-        modality="image",
-        tensor=SPEC,
-        nonce=first.nonce,
-        tag=second.tag,
+        key="key", mm_hash=ITEM, modality="image", tensor=SPEC, nonce=first.nonce, tag=second.tag
     )
     with pytest.raises(CorruptEntryError):
         one.check(mixed, payload())
