@@ -9,8 +9,8 @@ those of the real ones.
 
 Not reproduced: variables that libraries read when they are imported (`BASE` sets those that
 matter), what vLLM preloads into processes that it spawns (tcmalloc), kernels that OpenMP binds to
-cores, and how long vLLM's workers poll (`POLLING_S`). One of the replicas of ``tests/e2e/roles``
-and the demo are started as users start them.
+cores, and how long vLLM's workers poll (`POLLING_S`). The demo is started as users start it, and
+so are the front and one encode engine of ``tests/e2e/front/test_front.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from tests import warm
+from tests import pod, warm
 
 BASE = {
     "TORCH_COMPILE_DISABLE": "1",
@@ -82,7 +82,9 @@ SHM_BROADCAST = "vllm.distributed.device_communicators.shm_broadcast"
 POLLING_S = 0.02
 """Seconds for which vLLM's workers poll for a step before they wait: one by default."""
 COLD = "EPD_TEST_COLD"
-"""Names the instance that is started, and not forked."""
+"""Names the instances, or the front, that are started and not forked."""
+POD = "EPD_TEST_POD"
+"""Names a folder: the command runs in a container, see `pod.join`."""
 _FRESH = ("epd_portable", "tests", "platforms", "runners")
 """Ours: they read their variables when they are imported, and are imported in no time."""
 _FORKED = (
@@ -110,8 +112,11 @@ def lead(argv: Sequence[str]) -> NoReturn:
     importlib.import_module(SHM_BROADCAST).SpinCondition.record_read = _record_read
     subprocess.Popen = _Popen  # type: ignore[misc]
     multiprocessing.context.SpawnProcess._Popen = staticmethod(_fork)  # type: ignore[attr-defined]
-    command = [sys.executable, "-m", *argv]
-    _become(command, dict(os.environ), (0, 1, 2), new_session=True)
+    command, env = [sys.executable, "-m", *argv], dict(os.environ)
+    if folder := env.pop(POD, ""):
+        pod.join(Path(folder))
+        env = {name: value for name, value in env.items() if name not in pod.UNSET}
+    _become(command, env, (0, 1, 2), new_session=True)
 
 
 def _record_read(reader: Any) -> None:
@@ -135,7 +140,7 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
         argv = call["args"]
         env = os.environ if call["env"] is None else call["env"]
         module = isinstance(argv, list | tuple) and list(argv[:2]) == [sys.executable, "-m"]
-        is_cold = env.get(COLD) == env.get("EPD_INSTANCE", "")
+        is_cold = env.get("EPD_INSTANCE") in env.get(COLD, "").split()
         if not module or argv[2] not in _FORKED or is_cold:
             super()._execute_child(*args)  # type: ignore[misc]
             return
@@ -212,7 +217,7 @@ def _forget() -> None:
     atexit.register(logging.shutdown)
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
     for name in [name for name in sys.modules if name.partition(".")[0] in _FRESH]:
-        if name not in (__name__, __package__, warm.__name__):
+        if name not in (__name__, __package__, pod.__name__, warm.__name__):
             del sys.modules[name]
     # Sockets in them are closed before their descriptors are, which others may get.
     gc.collect()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +16,7 @@ import psutil
 import pytest
 
 from epd_portable.demo.pictures import draw
-from tests import pod
+from tests import forked, pod
 from tests.e2e import flags
 from tests.e2e.asking import (
     AUTHORIZED,
@@ -45,20 +44,22 @@ ENGINES = ("encode-0", "encode-1", "prefill_decode-0")
 
 
 @pytest.fixture(scope="module")
-def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
-    """Started as users start it, in a container as Kubernetes runs one, where that is allowed."""
+def front(tmp_path_factory: pytest.TempPathFactory, fork: Popen) -> Iterator[Split]:
+    """The front and one engine are started as users start them, and the others are forked.
+
+    In a container as Kubernetes runs one, where that is allowed.
+    """
     settings = ["engine_args.dtype=float32", "front.access_log=stderr"]
     settings += [f"engine_args.{key}={json.dumps(value)}" for key, value in VIDEOS.items()]
     steered = "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker"
     folder = tmp_path_factory.mktemp("front")
-    popen: Popen = subprocess.Popen
+    container = {forked.POD: str(folder)}
     if why_not := pod.why_not(folder / "tried"):
         print(f"no container here, the front starts outside: {why_not}")
-    else:
-        popen = pod.popen_in(folder)
+        container = {}
     settings += ["instances.encode.count=2", steered]
-    env = {"VLLM_API_KEY": KEY, "VLLM_SERVER_DEV_MODE": "1"}
-    with running(folder, settings, env=env, popen=popen) as split:
+    env = {"VLLM_API_KEY": KEY, "VLLM_SERVER_DEV_MODE": "1", forked.COLD: "front encode-1"}
+    with running(folder, settings, env=env | container, popen=fork) as split:
         yield split
 
 
@@ -386,7 +387,7 @@ def test_backlog_counts_work_from_dispatch_to_completion(front: Split) -> None:
         return found
 
     # So long that a page shows all three at once, on a busy machine as well.
-    long: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
+    long: dict[str, Any] = {"max_tokens": 800, "ignore_eos": True}
     ask(front.url, [picture(50), ASK], max_tokens=50)  # From then on it is known what both take.
     before = seen()
     with ThreadPoolExecutor(3) as pool:

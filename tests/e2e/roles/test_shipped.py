@@ -1,7 +1,6 @@
 """Every shipped split beside 1E1PD, as its file says: answers of one process, and who did what.
 
-One that is killed costs no answer, unless nobody is left to give it. One of the replicas is started
-as users start it; the others are forked.
+One that is killed costs no answer, unless nobody is left to give it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import pytest
 
 from epd_portable.config.secret import Secret
 from epd_portable.launch.run.fronts import FrontClient
-from tests import forked
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, body, picture, post, text
 from tests.e2e.cases import ASK, SINGLE
 from tests.e2e.conftest import Split, encoders_held, every_instance_is_up, forget, running
@@ -47,7 +45,6 @@ QUEUE = 4
 KV = ("1e1p1d", "2ep1d", "1p1d")
 BY_NIXL = "1e1p1d"
 """File whose items travel by NIXL, as its KV does."""
-COLD = {forked.COLD: "encode_prefill_decode-0"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +91,9 @@ class Served:
     scope="module",
     params=[
         "1e1p1d",
-        "2ep1d",
         "replicas",
+        # KV that goes from one to another is shown by the first, encoding for others by the second.
+        pytest.param("2ep1d", marks=pytest.mark.full),
         # `test_without_encoders_the_prefill_instance_encodes` shows it.
         pytest.param("1p1d", marks=pytest.mark.full),
         pytest.param("mixed", marks=pytest.mark.full),
@@ -128,7 +126,7 @@ def served(
     if request.param == "2ep1d":
         settings.append("instances.encode_prefill.count=2")
         config = CONFIGS / "1ep1d.yaml"
-    with running(folder, settings, config=config, env=COLD, popen=fork) as split:
+    with running(folder, settings, config=config, popen=fork) as split:
         yield Served(name=request.param, split=split, reference_url=reference_url)
 
 
