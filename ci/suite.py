@@ -1,9 +1,10 @@
-"""``make test``: everything that shows that a change is right, in three lanes side by side.
+"""``make test``: everything that shows that a change is right, in four lanes side by side.
 
-Tests of engines and of simulated devices wait half of their time, and the others mostly compute,
-so a lane of each keeps two cores busy. What a piece prints comes in one part, when it ends; its log
-is in ``.suite/``. With ``--full`` every piece runs what ``make test`` leaves out too, which takes
-hours; ``--resume`` then continues where an earlier run of the same commit ended.
+Tests of engines and of simulated devices wait half of their time, and those of faults and between
+processes most of it. The rest computes. A lane of each keeps two cores busy. What a piece prints
+comes in one part, when it ends; its log is in ``.suite/``. With ``--full`` every piece runs what
+``make test`` leaves out too, which takes hours; ``--resume`` then continues where an earlier run of
+the same commit ended.
 
 Needs the standard library only: the environments are made by its first pieces.
 """
@@ -95,7 +96,7 @@ def pieces(*, full: bool) -> list[Piece]:
         tests("unit tests", "computing", "tests/unit", *without_vllm("tests/unit")),
         tests(
             "tests without engines",
-            "computing",
+            "waiting",
             *("tests/integration", "tests/contract"),
             *without_vllm("tests/integration"),
             *WORKERS,
@@ -106,7 +107,7 @@ def pieces(*, full: bool) -> list[Piece]:
             argv=[sys.executable, "-m", "ci.make_env", "--platform", "npu-sim"],
         ),
         *(npu_piece(part, "devices") for part in parts),
-        *(tests(name, "devices", path) for name, path in faults.items()),
+        *(tests(name, "waiting", path) for name, path in faults.items()),
         # Short: lanes that end first take them, and all end at about the same time.
         npu_piece("faults", "devices"),
         Piece(name="checks", lane="computing", argv=["ci/check.sh"]),
