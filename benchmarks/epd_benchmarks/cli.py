@@ -34,17 +34,11 @@ Tables go to standard output, progress to standard error, samples to the file of
 """
 
 main = CommandLine(name="epd-bench", help=HELP, json_errors=False)
-"""The command ``epd-bench``."""
-
 main.add_command(load_command)
 
 
 def read_sizes(context: click.Context, option: click.Parameter, texts: Sequence[str]) -> list[int]:
-    """Read sizes of items, with a binary unit if wanted; a callback of click.
-
-    Raises:
-        click.BadParameter: A size is not one of whole embeddings.
-    """
+    """Return sizes of items, for click; `click.BadParameter` if one has a part of an embedding."""
     found = []
     for text in texts:
         try:
@@ -52,9 +46,9 @@ def read_sizes(context: click.Context, option: click.Parameter, texts: Sequence[
         except ValueError as error:
             raise click.BadParameter(str(error)) from error
         if nbytes <= 0 or nbytes % TOKEN_BYTES:
+            near = f"{max(1, round(nbytes / TOKEN_BYTES)) * TOKEN_BYTES >> 10}KiB"
             raise click.BadParameter(
-                f"{text} is not a positive multiple of {TOKEN_BYTES} bytes: items are made of "
-                f"embeddings of that size; try {max(1, round(nbytes / TOKEN_BYTES)) * 4}KiB"
+                f"{text} is not a positive multiple of {TOKEN_BYTES} bytes; write {near}"
             )
         found.append(nbytes)
     return list(dict.fromkeys(found))

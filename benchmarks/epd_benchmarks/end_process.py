@@ -31,11 +31,7 @@ class EndProcess:
             self.pipe.send(command)
 
     def receive(self, timeout_s: float) -> CommandDone:
-        """Return its reply: when it is ready, then to each command.
-
-        Raises:
-            MeasurementError: It has ended, or did not reply in time.
-        """
+        """Return its reply, when it is ready and to each command; `MeasurementError` if none."""
         if not self.pipe.poll(timeout_s):
             raise MeasurementError(f"{self.name} did not reply in {timeout_s:g} s")
         try:
@@ -48,12 +44,9 @@ class EndProcess:
 def start_end(
     role: str, config: InstanceConfig, env: Mapping[str, str], *, enter: Sequence[str] = ()
 ) -> Iterator[EndProcess]:
-    """Start an end, and stop it with the block.
+    """Start an end to ``produce`` or ``consume``, and stop it with the block.
 
-    Args:
-        role: ``produce`` or ``consume``.
-        env: All of its variables, but for the number of threads.
-        enter: Command that starts it, for example in another namespace.
+    The command ``enter`` starts it, for example in another namespace.
     """
     argv = [*enter, sys.executable, "-m", "epd_benchmarks.ends", role, config.model_dump_json()]
     ours, theirs = multiprocessing.Pipe()

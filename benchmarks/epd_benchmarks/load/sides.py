@@ -80,10 +80,7 @@ def read_sides(texts: Sequence[str]) -> tuple[LoadSide, ...]:
 
 
 def instance_count(side: LoadSide, topology: Topology | None) -> int:
-    """Return the ranks of a side's instances; 0 for servers that run already.
-
-    A device that a topology lists for several ranks counts once.
-    """
+    """Return the ranks of a side's instances, a listed device once; 0 for running servers."""
     if topology is None or side.kind != "topology":
         return side.count
     groups = [getattr(topology.instances, name) for name in Instances.model_fields]

@@ -100,8 +100,7 @@ def _topology(side: LoadSide, setting: LoadSetting) -> Server:
 def plain_engines(side: LoadSide, setting: LoadSetting, store: Path) -> list[Server]:
     """Return the servers of plain vLLM: replicas, or the two instances of its example.
 
-    Args:
-        store: Folder by which those of the example pass encoder outputs.
+    Those of the example pass encoder outputs by the folder ``store``.
     """
     topology, units = setting.topologies[side.name], setting.allotment.units[side.name]
     if side.kind == "replicas":

@@ -8,7 +8,7 @@ from typing import Any
 
 from epd_benchmarks.load.serve import KINDS, QUANTILES, QUANTITIES
 from epd_benchmarks.load.sides import LoadSetting
-from epd_benchmarks.report import Report, Row, conditions
+from epd_benchmarks.report import Report, Row
 from epd_benchmarks.stats import Ratio, quantile
 
 _COMPARED = (
@@ -51,7 +51,6 @@ def make_report(turns: Sequence[Turn], setting: LoadSetting) -> Report:
     }
     return Report(
         title=f"Under load: {', '.join(f'{name} ({what})' for name, what in sides.items())}",
-        conditions=conditions(),
         notes=tuple(notes),
         tables={title: rows for title, rows in tables.items() if rows},
         summary={"sides": {**sides}, "platform": setting.platform},

@@ -53,11 +53,7 @@ def read_memory_bytes(parts: Sequence[Part]) -> dict[str, int]:
 
 
 def read_counters(parts: Sequence[Part]) -> Counter[str]:
-    """Return the items that a side counts by their outcome, and those encoded without a transfer.
-
-    Raises:
-        MeasurementError: The metrics of a part are unreachable.
-    """
+    """Return the items of a side by outcome; `MeasurementError` if its metrics are unreachable."""
     found: Counter[str] = Counter()
     for url in dict.fromkeys(part.metrics_url for part in parts if part.metrics_url):
         try:
