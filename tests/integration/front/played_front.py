@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -263,6 +263,9 @@ class Front:
         client = self.client
         loads = [each.instance.load for each in client.engines.by_name.values()]
         return not (client._open or client._at_engines or client._jobs.open or any(loads))
+
+
+Make = Callable[..., Front]
 
 
 async def settle() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from tests.integration.front.played_front import (
     ENDED,
     FAILED,
     Front,
+    Make,
     feature,
     request,
     settle,
@@ -34,14 +33,6 @@ from tests.integration.front.played_front import (
 from tests.metrics_page import total
 
 pytestmark = pytest.mark.needs_vllm
-
-Make = Callable[..., Front]
-
-
-@pytest.fixture
-def make(config: Any, tmp_path: Path) -> Make:
-    """Return what makes a front of engines with these names."""
-    return partial(Front, config, tmp_path)
 
 
 async def test_pixels_go_to_the_encoder_and_metadata_to_the_pd(make: Make) -> None:

@@ -32,8 +32,7 @@ from epd_portable.front.exchange import (
     REFS,
 )
 from epd_portable.front.http import FrontMiddleware
-from tests.integration.front.played_front import server_of
-from tests.integration.front.test_front import Front, Make, make, settle  # noqa: F401 - a fixture
+from tests.integration.front.played_front import Front, Make, server_of, settle
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -126,14 +125,14 @@ def keys_file(folder: Path) -> str:
     return str(path)
 
 
-def served(make: Make, tmp_path: Path, **settings: Any) -> Served:  # noqa: F811
+def served(make: Make, tmp_path: Path, **settings: Any) -> Served:
     names = ("e-0", "e-1", "e-2", "pd-0")
     front = make(*names, gateway_keys_file=keys_file(tmp_path), max_queued_items=99, **settings)
     return Served(front)
 
 
 @pytest.mark.parametrize("path", ["/whole", "/streamed"])
-async def test_named_encoders_get_the_items(make: Make, tmp_path: Path, path: str) -> None:  # noqa: F811
+async def test_named_encoders_get_the_items(make: Make, tmp_path: Path, path: str) -> None:
     one = served(make, tmp_path)
     for number in range(ROUNDS):
         mapping = {"0": f"e-{number % 3}", "1": f"e-{2 - number % 3}"}
@@ -149,7 +148,7 @@ async def test_named_encoders_get_the_items(make: Make, tmp_path: Path, path: st
     assert sum(map(len, one.jobs.values())) == 2 * ROUNDS
 
 
-async def test_encoder_is_named_though_its_reply_is_late(make: Make, tmp_path: Path) -> None:  # noqa: F811
+async def test_encoder_is_named_though_its_reply_is_late(make: Make, tmp_path: Path) -> None:
     one = served(make, tmp_path)
     one.open = dict  # type: ignore[method-assign] - no job gets a reply
     response = await one.ask("a", {MAPPING: '{"0": "e-1"}'}, path="/streamed")
@@ -158,7 +157,7 @@ async def test_encoder_is_named_though_its_reply_is_late(make: Make, tmp_path: P
 
 @pytest.mark.parametrize("name", [ENCODERS, ENCODERS_TOO])
 async def test_items_are_distributed_among_named_encoders(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     name: str,
 ) -> None:
@@ -172,7 +171,7 @@ async def test_items_are_distributed_among_named_encoders(
 
 @pytest.mark.parametrize("trusts", [True, False])
 async def test_headers_of_clients_have_no_effect(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     trusts: bool,
 ) -> None:
@@ -186,7 +185,7 @@ async def test_headers_of_clients_have_no_effect(
     assert not {*names} & response.headers.keys()
 
 
-async def test_invalid_headers_are_refused(make: Make, tmp_path: Path) -> None:  # noqa: F811
+async def test_invalid_headers_are_refused(make: Make, tmp_path: Path) -> None:
     one = served(make, tmp_path)
     cases: list[tuple[dict[str, str], int, str]] = [
         ({ENCODERS: "e-0,10.0.0.1:80"}, 403, "not_an_instance"),
@@ -211,7 +210,7 @@ async def test_invalid_headers_are_refused(make: Make, tmp_path: Path) -> None: 
     assert one.front.is_empty()
 
 
-async def test_output_is_taken_from_where_it_is(make: Make, tmp_path: Path) -> None:  # noqa: F811
+async def test_output_is_taken_from_where_it_is(make: Make, tmp_path: Path) -> None:
     one = served(make, tmp_path)
     for number in range(3):
         refs = json.dumps([{"encoder_host": f"e-{number}"}])
@@ -223,14 +222,14 @@ async def test_output_is_taken_from_where_it_is(make: Make, tmp_path: Path) -> N
     assert one.jobs["e-2"].count("b") == 2
 
 
-async def test_cache_key_stands_for_content(make: Make, tmp_path: Path) -> None:  # noqa: F811
+async def test_cache_key_stands_for_content(make: Make, tmp_path: Path) -> None:
     one = served(make, tmp_path)
     for item in "ab" * 3:
         assert (await one.ask(item, {CACHE_KEY: "album-7"})).status_code == 200
     assert sorted(map(len, one.jobs.values())) == [0, 0, 0, 6]
 
 
-async def test_encoder_model_is_a_label(make: Make, tmp_path: Path) -> None:  # noqa: F811
+async def test_encoder_model_is_a_label(make: Make, tmp_path: Path) -> None:
     one = served(make, tmp_path)
     for encoder, model in zip(one.front.client.engines.pool.of_duty("encode"), "aab", strict=True):
         encoder.labels = {**encoder.labels, ENCODER_MODEL_LABEL: model}
@@ -248,7 +247,7 @@ async def test_encoder_model_is_a_label(make: Make, tmp_path: Path) -> None:  # 
 
 
 async def test_choices_are_logged_with_their_reasons(
-    make: Make,  # noqa: F811
+    make: Make,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -271,7 +270,7 @@ async def test_choices_are_logged_with_their_reasons(
     assert chosen["winner"] in ("e-0", "e-1")
 
 
-async def test_session_is_in_a_header_or_in_the_body(make: Make, tmp_path: Path) -> None:  # noqa: F811
+async def test_session_is_in_a_header_or_in_the_body(make: Make, tmp_path: Path) -> None:
     plugin = "session-affinity-scorer"
     choice = {
         "plugins": [{"type": plugin}],
@@ -286,7 +285,7 @@ async def test_session_is_in_a_header_or_in_the_body(make: Make, tmp_path: Path)
     assert sorted(map(len, one.jobs.values())) == [0, 0, 0, 16]
 
 
-async def test_missing_items_are_counted_in_a_header(make: Make, tmp_path: Path) -> None:  # noqa: F811
+async def test_missing_items_are_counted_in_a_header(make: Make, tmp_path: Path) -> None:
     one = served(make, tmp_path, can_encode=False, partial_results=True)
     one.front.client.words = lambda text: [1]
     for number in range(3):

@@ -16,8 +16,7 @@ from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
 
 from epd_portable.config.load import parse_topology
-from tests.integration.front.played_front import request
-from tests.integration.front.test_front import Front, Make, make, settle  # noqa: F401 - a fixture
+from tests.integration.front.played_front import Front, Make, request, settle
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -63,7 +62,7 @@ def having(front: Front, name: str) -> str:
     return found
 
 
-async def test_repeated_item_goes_to_the_encoder_that_had_it(make: Make) -> None:  # noqa: F811
+async def test_repeated_item_goes_to_the_encoder_that_had_it(make: Make) -> None:
     choice = on_the_page()
     del choice["plugins"][-2:]  # What stays is another test's.
     front = make("e-0", "e-1", "e-2", "pd-0", choice=choice)
@@ -78,7 +77,7 @@ async def test_repeated_item_goes_to_the_encoder_that_had_it(make: Make) -> None
 
 @pytest.mark.parametrize(("side", "encoded"), [(4, 1), (64, 0)])
 async def test_small_item_is_encoded_where_it_is_needed(
-    make: Make,  # noqa: F811
+    make: Make,
     side: int,
     encoded: int,
 ) -> None:
@@ -93,7 +92,7 @@ async def test_small_item_is_encoded_where_it_is_needed(
     assert len(bare.jobs("e-0")) == 1
 
 
-async def test_prompt_goes_to_the_engine_with_its_beginning(make: Make) -> None:  # noqa: F811
+async def test_prompt_goes_to_the_engine_with_its_beginning(make: Make) -> None:
     front = make(
         "pd-0", "pd-1", choice=configured("prefix-cache-scorer", decode={"prefix-cache-scorer": 1})
     )
@@ -108,7 +107,7 @@ async def test_prompt_goes_to_the_engine_with_its_beginning(make: Make) -> None:
     assert [len(each) for each in asked.values()] == [1, 1]
 
 
-async def test_engine_that_reports_a_queue_gets_less(make: Make) -> None:  # noqa: F811
+async def test_engine_that_reports_a_queue_gets_less(make: Make) -> None:
     plugins = ("queue-scorer", "kv-cache-utilization-scorer")
     choice = configured(*plugins, decode={"queue-scorer": 2, "kv-cache-utilization-scorer": 1})
     front = make("pd-0", "pd-1", choice=choice)
@@ -122,7 +121,7 @@ async def test_engine_that_reports_a_queue_gets_less(make: Make) -> None:  # noq
         await front.says("pd-1", f"r{number}", 7, end=ENDED)
 
 
-async def test_job_beyond_its_time_is_another_encoders(make: Make) -> None:  # noqa: F811
+async def test_job_beyond_its_time_is_another_encoders(make: Make) -> None:
     decider = {"type": "multimodal-epd-decider", "parameters": {"encoderTimeout": 50}}
     handler = {"type": "epd-profile-handler", "parameters": {"deciderPluginName": decider["type"]}}
     choice = configured(decider, handler, encode={}, decode={})
@@ -135,7 +134,7 @@ async def test_job_beyond_its_time_is_another_encoders(make: Make) -> None:  # n
     assert front.engines[first].aborted == [front.engines[first].last.request_id]
 
 
-async def test_filter_that_leaves_no_engine_is_503(make: Make) -> None:  # noqa: F811
+async def test_filter_that_leaves_no_engine_is_503(make: Make) -> None:
     kind = {"type": "by-label", "parameters": {"label": "other"}}
     front = make("pd-0", choice=configured(kind, decode={"by-label": 1}))
     with pytest.raises(GracefulHTTPError) as refused:
@@ -144,7 +143,7 @@ async def test_filter_that_leaves_no_engine_is_503(make: Make) -> None:  # noqa:
     assert front.is_empty()
 
 
-async def test_decider_keeps_short_prompts_where_they_are_decoded(make: Make) -> None:  # noqa: F811
+async def test_decider_keeps_short_prompts_where_they_are_decoded(make: Make) -> None:
     decider = {"type": "prefix-based-pd-decider", "parameters": {"nonCachedTokens": 100}}
     handler = {
         "type": "disagg-profile-handler",
@@ -166,7 +165,7 @@ async def test_decider_keeps_short_prompts_where_they_are_decoded(make: Make) ->
     assert front.client.metrics.prefills.labels("disaggregated")._value.get() == 1
 
 
-async def test_encoder_that_failed_does_not_count_as_having_the_item(make: Make) -> None:  # noqa: F811
+async def test_encoder_that_failed_does_not_count_as_having_the_item(make: Make) -> None:
     scorer = "mm-embeddings-cache-scorer"
     front = make("e-0", "e-1", "pd-0", choice=configured(scorer, encode={scorer: 1}, decode={}))
     await front.ask("a")
@@ -178,7 +177,7 @@ async def test_encoder_that_failed_does_not_count_as_having_the_item(make: Make)
 
 
 async def test_longer_time_than_a_retry_leaves_is_logged(
-    make: Make,  # noqa: F811
+    make: Make,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     choice = configured("multimodal-epd-decider", decode={})
@@ -191,7 +190,7 @@ async def test_longer_time_than_a_retry_leaves_is_logged(
 # The order of jobs.
 
 
-async def test_jobs_run_one_after_the_other_in_order(make: Make) -> None:  # noqa: F811
+async def test_jobs_run_one_after_the_other_in_order(make: Make) -> None:
     front = make("e-0", "e-1", "pd-0", encode_order="sequential")
     await front.ask("a", "b", "c")
     for each in "abc":
@@ -205,7 +204,7 @@ async def test_jobs_run_one_after_the_other_in_order(make: Make) -> None:  # noq
 
 @pytest.mark.parametrize(("order", "most"), [("concurrent", 3), ("sequential_fallback", 1)])
 async def test_failed_jobs_run_again_in_the_order_set(
-    make: Make,  # noqa: F811
+    make: Make,
     order: str,
     most: int,
 ) -> None:
@@ -230,7 +229,7 @@ def first_of(first: dict[str, str], job: str) -> str:
     return next(name for each, name in first.items() if each.startswith(transfer))
 
 
-async def test_request_that_ends_leaves_no_job_in_turn(make: Make) -> None:  # noqa: F811
+async def test_request_that_ends_leaves_no_job_in_turn(make: Make) -> None:
     front = make("e-0", "pd-0", encode_order="sequential")
     await front.ask("a", "b")
     await front.client.abort_requests_async(["r"])
@@ -241,13 +240,13 @@ async def test_request_that_ends_leaves_no_job_in_turn(make: Make) -> None:  # n
 # Without an item.
 
 
-def partial(make: Make, *names: str) -> Front:  # noqa: F811
+def partial(make: Make, *names: str) -> Front:
     front = make(*names, can_encode=False, partial_results=True)
     front.client.words = lambda text: [len(text)] * 3
     return front
 
 
-async def test_item_that_no_engine_encodes_is_left_out(make: Make) -> None:  # noqa: F811
+async def test_item_that_no_engine_encodes_is_left_out(make: Make) -> None:
     front = partial(make, "e-0", "pd-0")
     await front.ask("a", "b", "a")
     lost, _ = front.jobs("e-0")
@@ -265,7 +264,7 @@ async def test_item_that_no_engine_encodes_is_left_out(make: Make) -> None:  # n
     assert front.is_empty()
 
 
-async def test_request_is_served_without_all_its_items(make: Make) -> None:  # noqa: F811
+async def test_request_is_served_without_all_its_items(make: Make) -> None:
     front = partial(make, "e-0", "pd-0")
     await front.ask("a", "b", "c", name="lost")
     for number in range(2):
@@ -283,7 +282,7 @@ async def test_request_is_served_without_all_its_items(make: Make) -> None:  # n
     assert front.is_empty()
 
 
-async def test_every_item_may_fail_by_itself(make: Make) -> None:  # noqa: F811
+async def test_every_item_may_fail_by_itself(make: Make) -> None:
     front = partial(make, "e-0", "pd-0")
     await front.ask("a", "b")
     for _ in range(2):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,20 +12,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from epd_portable.front.exchange import GracefulHTTPError
-from tests.integration.front.played_front import ENDED, FAILED, Front, request, settle
+from tests.integration.front.played_front import ENDED, FAILED, Front, Make, request, settle
 
 pytestmark = pytest.mark.needs_vllm
 
 LENGTH, ABORT = FinishReason.LENGTH, FinishReason.ABORT
 KV = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "127.0.0.1"}
 ASKED_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
-Make = Callable[..., Front]
-
-
-@pytest.fixture
-def make(config: Any, tmp_path: Path) -> Make:
-    """Return a maker of fronts over engines with these names."""
-    return partial(Front, config, tmp_path)
 
 
 def kv_of(core: EngineCoreRequest) -> Any:

@@ -19,7 +19,7 @@ from epd_portable.transfer.stores.base import make_store
 from epd_portable.transfer.stores.entry import Seal
 from epd_portable.transfer.stores.file import FileStore
 from epd_portable.wire.descriptors import TensorSpec
-from tests.integration.front.test_front import Front, Make, make, settle  # noqa: F401 - a fixture
+from tests.integration.front.played_front import Front, Make, settle
 from tests.waiting import until_async
 
 pytestmark = pytest.mark.needs_vllm
@@ -35,7 +35,7 @@ def section(tmp_path: Path) -> StoreSection:
 
 
 @pytest.fixture
-def front(make: Make, section: StoreSection) -> Stored:  # noqa: F811
+def front(make: Make, section: StoreSection) -> Stored:
     """Return what makes a front with a store, whose engines load entries of one model."""
 
     def begin(*names: str, **settings: Any) -> Front:

@@ -20,8 +20,7 @@ from vllm.v1.engine import FinishReason
 import epd_portable
 from epd_portable.front.http import FrontMiddleware
 from tests.integration.front import test_front
-from tests.integration.front.played_front import request
-from tests.integration.front.test_front import Make, make  # noqa: F401 - a fixture
+from tests.integration.front.played_front import Make, request
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -56,7 +55,7 @@ class Walk:
             self.entered.add(path[len(f"{PACKAGE}/") :])
 
 
-async def test_image_enters_the_files_of_the_page(make: Make) -> None:  # noqa: F811
+async def test_image_enters_the_files_of_the_page(make: Make) -> None:
     played = make("e-0", "pd-0")
 
     async def vllm(scope: Any, receive: Any, send: Any) -> None:
