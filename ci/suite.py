@@ -38,6 +38,9 @@ OVER_VLLM = (
     "tests/unit/vllm_plugin",
 )
 """Import vLLM when they are collected, by which each of several workers would be held up."""
+MODELS = "tests/property"
+MORE_EXAMPLES = ("--hypothesis-profile=thorough", "--timeout=7200")
+"""Twenty times the examples of the short run, other ones each time."""
 PYTEST = (".venv/bin/python", "-m", "pytest")
 NPU_ENVIRONMENT = "npu environment"
 ENGINES = "engines"
@@ -91,7 +94,7 @@ def pieces(*, full: bool) -> list[Piece]:
     return [
         tests("engines", ENGINES, "tests/e2e"),
         npu_piece("engines", ENGINES),
-        tests("tests over vLLM", "computing", "tests/property", *OVER_VLLM),
+        tests("tests over vLLM", "computing", *([] if full else [MODELS]), *OVER_VLLM),
         # By one process: each of several would collect all of them, for four seconds.
         tests("unit tests", "computing", "tests/unit", *without_vllm("tests/unit")),
         tests(
@@ -111,6 +114,7 @@ def pieces(*, full: bool) -> list[Piece]:
         # Short: lanes that end first take them, and all end at about the same time.
         npu_piece("faults", "devices"),
         Piece(name="checks", lane="computing", argv=["ci/check.sh"]),
+        *([tests("models", "computing", MODELS, *MORE_EXAMPLES)] if full else []),
         *([Piece(name="mutants", lane="computing", argv=mutants)] if full else []),
     ]
 

@@ -1,7 +1,7 @@
-"""Budget of the property tests: few fixed examples in CI, more on request.
+"""Budget of the property tests: few fixed examples in each run of CI, and more in ``make full``.
 
-``pytest tests/property --hypothesis-profile=thorough`` tries twenty times as much, with another
-seed in every run.
+``make full`` runs ``pytest tests/property --hypothesis-profile=thorough``, which tries twenty times
+as much, with another seed in every run.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from tests.property.budget import budget, seeded
 
 KINDS = range(3)
 KEYS = (b"ada", b"bob", b"eve")
-EXAMPLES, STEPS = 100, 60
+EXAMPLES, STEPS = 50, 60
 
 limits = st.one_of(st.none(), st.integers(1, 6))
 amounts = st.tuples(st.just(1), st.integers(0, 4), st.integers(0, 8))
@@ -169,7 +169,7 @@ def test_the_gate_holds_its_limits_and_its_order() -> None:
     assert AtTheGate.turned_away_ever > EXAMPLES // 4, "max_waiting was hardly ever exceeded"
 
 
-@budget(200)
+@budget(100)
 @given(
     limit=st.integers(1, 8),
     sizes=st.tuples(*[st.lists(st.integers(1, 8), min_size=1, max_size=20)] * 2),
@@ -200,7 +200,7 @@ def test_waiting_keys_differ_by_at_most_two_requests(
         assert abs(ahead) <= 2.0 + 1e-9
 
 
-@budget(100)
+@budget(50)
 @given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=30), limit=st.integers(1, 6))
 def test_a_flood_of_small_requests_starves_no_large_one(sizes: list[int], limit: int) -> None:
     gate = AdmissionQueue([limit], max_waiting=1000)

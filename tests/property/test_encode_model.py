@@ -13,7 +13,7 @@ from tests.property.budget import TIMES, is_thorough
 
 pytestmark = pytest.mark.needs_vllm
 
-SEEDS = 125
+SEEDS = 60
 MUST_HAPPEN = {
     "copies lost",
     "items encoded",

@@ -33,7 +33,7 @@ from tests.unit.items.cache_desk import Desk, tensor
 SIZES = {"ant": 1, "bee": 2, "cat": 3, "dog": 4, "elk": 5, "fox": 7}
 CACHE_EMBEDS, POOL_BYTES = 9, 8
 MAX_REQUESTS, MAX_STEPS_UNDER_WAY = 5, 2
-EXAMPLES, STEPS = 100, 50
+EXAMPLES, STEPS = 75, 50
 
 seldom = st.integers(0, 4).map(lambda number: number == 0)
 

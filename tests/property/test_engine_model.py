@@ -17,7 +17,7 @@ from tests.property.budget import is_thorough
 
 pytestmark = pytest.mark.needs_vllm
 
-SEEDS = 400
+SEEDS = 160
 THOROUGH_S = 500
 """Seconds of processor time."""
 DEADLINE_S = 600

@@ -93,7 +93,13 @@ def readers() -> Iterator[Nursery]:
     nursery.close()
 
 
-@pytest.mark.parametrize("what", CONFIGURATIONS)
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, marks=[pytest.mark.full] if what == "many keys" else [])
+        for what in CONFIGURATIONS
+    ],
+)
 def test_a_bomb_is_read_or_refused_in_little_memory(readers: Nursery, what: str) -> None:
     result = readers.run("-m", "tests.property.limited", "160", what, timeout=DEADLINE_S)
     assert result.returncode == 0, result.stderr[-2000:]

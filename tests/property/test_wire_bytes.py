@@ -135,7 +135,7 @@ def decoded(data: bytes) -> Received | None:
         return None
 
 
-@budget(400)
+@budget(150)
 @given(data=damaged() | st.binary(max_size=100) | shaped())
 def test_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
     message = decoded(data)
@@ -145,7 +145,7 @@ def test_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
         assert decoded(codec.encode(message, session="life")) == message
 
 
-@budget(400)
+@budget(150)
 @given(
     data=damaged(VALID_JOBS) | st.binary(max_size=100) | shaped(JOBS, jobs.JOBS_VERSION),
     read=st.sampled_from([jobs.decode_from_front, jobs.decode_from_hub]),
@@ -162,7 +162,7 @@ def test_any_bytes_about_jobs_are_a_message_or_a_protocol_error(data: bytes, rea
         assert ends[-1] == count and sorted(begins) == begins
 
 
-@budget(150)
+@budget(60)
 @given(data=st.lists(damaged() | shaped(), min_size=1, max_size=8), sender=st.booleans())
 def test_decoded_messages_are_harmless_at_both_ends(data: list[bytes], sender: bool) -> None:
     pd = PrefillSide()
@@ -185,7 +185,7 @@ def test_decoded_messages_are_harmless_at_both_ends(data: list[bytes], sender: b
         assert claim.item.is_here or not claim.item.transfers
 
 
-@budget(200)
+@budget(80)
 @given(data=shaped())
 def test_producer_has_a_path_or_a_reason_against_it(data: bytes) -> None:
     message = decoded(data)
@@ -244,7 +244,7 @@ def test_memory_of_the_largest_announcement_is_bounded() -> None:
         codec.decode(codec.encode(announced, session="life"))
 
 
-@budget(300)
+@budget(100)
 @given(
     raw=st.dictionaries(st.sampled_from(["transfers", "more"]), values)
     | st.builds(
@@ -273,7 +273,7 @@ def test_transfer_parameters_have_limits() -> None:
         read_params({"transfers": [transfer | {"transfer_id": "\ud800"}]}, PrefillParams)
 
 
-@budget(200)
+@budget(80)
 @given(
     address=st.one_of(
         st.text(st.characters(exclude_categories=()), max_size=200),

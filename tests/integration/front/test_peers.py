@@ -854,11 +854,11 @@ async def test_jobs_beyond_the_limit_are_full_and_end_with_the_front(
     front()
     far = elsewhere(**limit)
     sender, other = raw(far), raw(far, "other")
-    made = [sender.job(config, f"job-{number}") for number in range(400)]
+    made = [sender.job(config, f"job-{number}") for number in range(60)]
     await sender.beat()
     for job, data in made:
         await sender.send_job(job, data)
-    answers = [await sender.next() for _ in range(390)]
+    answers = [await sender.next() for _ in range(50)]
     assert {type(each) for each in answers} == {jobs.Full}
     assert all(each.retry_s > 0 for each in answers)
     assert far.hub.jobs == 10

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("vllm")
 
 import torch
+
+from tests import warm
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -27,6 +26,6 @@ print(before, has_tiles())
 
 
 def test_worker_is_permitted_amx_before_its_first_step() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    done = warm.over_vllm().run("-c", SCRIPT, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-2:] == ["False", str(torch.cpu._is_amx_tile_supported())]
