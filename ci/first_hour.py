@@ -57,51 +57,58 @@ class Target:
         paths: Of items between two instances on one device.
         machine: The command that describes the machine.
         sizes: Of the models under load, as `ci.true_shapes` knows them, the most telling first.
-        points: Of load: below saturation and at it.
-        settings: Of topologies under load, beyond those of the file.
-        whole: Engine arguments of the one process next to them, with which it is at its best.
-        seconds: Of each point.
+        mixes: Parts of the requests that have images, and sizes of these.
+        burst: Requests of a burst of each mix, by which saturation is measured.
+        settings: Of all sides, with which each is at its best.
+        whole: Of plain vLLM alone.
+        seconds: Of each point that has a rate.
     """
 
     platform: str
     paths: tuple[str, ...]
     machine: tuple[str, ...]
     sizes: tuple[str, ...] = ("3b", "7b")
-    points: tuple[str, ...] = (
-        "rate=4,share=0.5,size=1008,text=200,output=128",
-        "rate=12,clients=64",
+    mixes: tuple[str, ...] = (
+        "share=0.1,size=3584,text=200,output=128",
+        "share=0.3,size=2016,text=200,output=128",
+        "share=0.5,size=1008,text=200,output=128",
     )
+    burst: int = 200
     settings: tuple[str, ...] = (
-        "engine_args.compilation_config.cudagraph_capture_sizes=[1,2,4,8,16,32,64]",
+        *("engine_args.max_model_len=20000", "engine_args.api_server_count=2"),
         "instances.prefill_decode.engine_args.kv_cache_memory_bytes=17179869184",
     )
-    whole: tuple[str, ...] = (
+    whole: str = ",engine_args.gpu_memory_utilization=0.9"
+    seconds: int = 10
+
+
+CUDA = Target(
+    platform="cuda",
+    paths=("ipc", "shm", "tcp"),
+    machine=("nvidia-smi",),
+    settings=(
+        *Target.settings,
+        "engine_args.compilation_config.cudagraph_capture_sizes=[1,2,4,8,16,32,64,128,200]",
         "engine_args.compilation_config.cudagraph_mm_encoder=true",
-        "engine_args.api_server_count=2",
-        "engine_args.gpu_memory_utilization=0.9",
-    )
-    seconds: int = 30
-
-
-CUDA = Target(platform="cuda", paths=("ipc", "shm", "tcp"), machine=("nvidia-smi",))
+        # Those of configs/1e1pd-one-device.yaml, and a graph for images of 2016 and of 3584 pixels.
+        "engine_args.compilation_config.encoder_cudagraph_token_budgets="
+        "[64,256,576,1024,1296,2048,4096,5184,16384]",
+    ),
+)
 TARGETS = {
     "cuda": CUDA,
-    "npu": replace(
-        CUDA,
-        platform="npu",
-        machine=("npu-smi", "info"),
-        whole=("engine_args.gpu_memory_utilization=0.9",),
-    ),
+    "npu": Target(platform="npu", paths=CUDA.paths, machine=("npu-smi", "info")),
 }
 ON_CPU = Target(
     platform="cpu",
     paths=("shm", "tcp"),
     machine=("uname",),
     sizes=("small",),
-    points=("rate=2,share=0.5,size=112,text=20,output=8", "rate=4,clients=4"),
+    mixes=("share=0.5,size=112,text=20,output=8", "share=0.25,size=224,text=20,output=8"),
+    burst=8,
     settings=("engine_args.enforce_eager=true", "engine_args.dtype=bfloat16"),
-    whole=(),
-    seconds=5,
+    whole="",
+    seconds=3,
 )
 REHEARSALS = {
     "cuda": ON_CPU,
@@ -114,10 +121,20 @@ REHEARSALS = {
             *("engine_args.max_num_batched_tokens=512", "engine_args.skip_mm_profiling=true"),
             *("transfer.pool_bytes=16MiB", "transfer.lease_s=60", "transfer.wait_timeout_s=120"),
             "instances.prefill_decode.engine_args.kv_cache_memory_bytes=67108864",
+            "instances.encode_prefill_decode.engine_args.kv_cache_memory_bytes=67108864",
         ),
     ),
 }
 """With real engines at their smallest: on the CPU, and over the simulated Ascend runtime."""
+
+
+_ONE_DEVICE = "configs/1e1pd-one-device.yaml"
+SIDES = (
+    f"split={_ONE_DEVICE}",
+    f"overlapped={_ONE_DEVICE},instances.encode.count=0,instances.prefill_decode.count=0,"
+    "instances.encode_prefill_decode.count=1",
+)
+"""Sides of the load next to one plain vLLM: a split of the device, one engine for all stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,22 +178,27 @@ def stages(target: Target) -> list[Stage]:
     def engines(stage: str, which: str) -> Stage:
         return tested(stage, 540, ENGINES, "-k", which, engine=True, compares=True)
 
-    def loaded(size: str, path: str, *more: str) -> Stage:
-        split = ",".join(["split=configs/1e1pd-one-device.yaml", *more])
-        argv = [*bench, "load", "--platform", name, "--model", f"{{out}}/models/{size}"]
-        argv += ["--side", split, "--side", ",".join(["whole=replicas:1", *target.whole])]
-        for each in ("engine_args.load_format=dummy", *target.settings):
-            argv += ["--set", each]
-        for each in target.points:
-            argv += ["--point", each]
-        argv += ["--seconds", str(target.seconds), "--rounds", "1"]
-        file = f"load-{size}-{path}.json"
-        argv += ["--json", f"{{out}}/{file}"]
-        return told(f"load {size} {path}", 540, *argv, writes=file, engine=True)
+    def loaded(stage: str, size: str, *more: str, before: Sequence[str] = ()) -> Stage:
+        file = f"{stage}-{size}.json"
+        argv = [*before, *bench, "load", "--platform", name, "--model", f"{{out}}/models/{size}"]
+        sides = (*SIDES, f"whole=replicas:1{target.whole}")
+        argv += [word for each in sides for word in ("--side", each)]
+        argv += ["--set", "engine_args.load_format=dummy"]
+        argv += [word for each in target.settings for word in ("--set", each)]
+        argv += [*more, "--rounds", "1", "--json", f"{{out}}/{file}"]
+        return told(f"{stage} {size}", 540, *argv, writes=file, engine=True)
+
+    def loads(size: str) -> list[Stage]:
+        """Return bursts, and rates at parts of the throughput that plain vLLM had in them."""
+        points = [f"prompts={target.burst},{mix}" for mix in target.mixes]
+        bursts = [word for each in points for word in ("--point", each)]
+        found = "{out}/" + f"bursts-{size}.json"
+        rates = [python, "-m", "ci.load_rates", found, "whole", "0.3/0.6/0.9"]
+        seconds = ["--seconds", str(target.seconds)]
+        return [loaded("bursts", size, *bursts), loaded("rates", size, *seconds, before=rates)]
 
     transfer = [*bench, "transfer", "--platform", name, "--repeat", "20"]
     transfer += [word for path in target.paths for word in ("--path", path)]
-    usual, other, *_ = target.paths
     found = [
         told("machine", 30, *target.machine),
         told("probe", 150, python, "-m", "tests.first_hour.probe", name),
@@ -186,8 +208,7 @@ def stages(target: Target) -> list[Stage]:
         told("transfer", 150, *transfer, "--json", "{out}/transfer.json", writes="transfer.json"),
         told("shapes", 60, python, "-m", "ci.true_shapes", "{out}/models", *target.sizes),
         *(engines(f"equal {path}", f"{name}-{path}-usual") for path in target.paths),
-        *(loaded(size, usual) for size in target.sizes),
-        loaded(target.sizes[0], other, f"transfer.path={other}"),
+        *(each for size in target.sizes for each in loads(size)),
         engines("modes", "not usual"),
     ]
     # No device is there to query, and no test of one to run.

@@ -216,12 +216,43 @@ def test_every_stage_calls_what_is_there(target: Any) -> None:
         for word in argv:
             if re.fullmatch(r"(tests|configs)/\S+", word):
                 assert (ROOT / word).exists(), word
-        if "-m" in argv[:2] and argv[2].startswith("epd_portable."):
-            said = CliRunner().invoke(importlib.import_module(argv[2]).main, [*argv[3:], "--help"])
-            assert said.exit_code == 0, said.output
-            read_points([word for option, word in pairwise(argv) if option == "--point"])
-            read_sides([word for option, word in pairwise(argv) if option == "--side"])
+        for index, module in enumerate(argv):
+            if module.startswith("epd_") and argv[index - 1] == "-m":
+                command = importlib.import_module(module).main
+                said = CliRunner().invoke(command, [*argv[index + 1 :], "--help"])
+                assert said.exit_code == 0, said.output
+        read_points([word for option, word in pairwise(argv) if option == "--point"])
+        read_sides([word for option, word in pairwise(argv) if option == "--side"])
         assert not each.writes or f"/out/{each.writes}" in argv
+
+
+def test_load_at_parts_of_saturation(tmp_path: Path) -> None:
+    file = tmp_path / "bursts.json"
+
+    def sample(side: str, point: str, throughput: float) -> dict[str, Any]:
+        return {"side": side, "point": point, "vllm": {"request_throughput": throughput}}
+
+    burst = "prompts=200,share=0.5,size=1008"
+    samples = [sample("split", burst, 9.0), sample("whole", burst, 20.0)]
+    file.write_text(json.dumps({"samples": samples}))
+    argv = [sys.executable, "-m", "ci.load_rates", str(file)]
+    argv_of = [sys.executable, "-c", "import sys; print(sys.argv[1:])"]
+
+    def run_at(side: str) -> subprocess.CompletedProcess[str]:
+        command = [*argv, side, "0.3/0.6/0.9", *argv_of]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    found = run_at("whole")
+    assert found.stdout.splitlines()[1] == "['--point', 'rate=6/12/18,share=0.5,size=1008']"
+    assert [point.rate for point in read_points(["rate=6/12/18,share=0.5,size=1008"])] == [
+        6,
+        12,
+        18,
+    ]
+    file.write_text(json.dumps({"samples": samples[:1]}))
+    assert "no burst of side 'whole'" in run_at("whole").stderr
+    file.unlink()
+    assert "measure the bursts first" in run_at("whole").stderr
 
 
 def test_model_of_true_size_has_tokens_and_pixels_of_real_one(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def load_command(
                     for point in points:
                         lines = requests[point, number]
                         turns.append(_turn(running, point, number, lines, setting, goodput))
-            report.write(tables.make_report(turns, setting), json_file)
+                report.write(tables.make_report(turns, setting), json_file)
     console.finish(tables.make_report(turns, setting), json_file)
     for turn in turns:
         if turn["failed"] or turn["untransferred"]:
