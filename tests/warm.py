@@ -101,7 +101,7 @@ class Nursery:
     def _begin(
         self, words: Callable[[int], list[str]], env: Mapping[str, str], stdout: int | None = None
     ) -> None:
-        """Start it, and wait until it is ready.
+        """Start it; what it imports is waited for when it is first used.
 
         Args:
             words: What python is told, by the number of the pipe over which it serves.
@@ -110,9 +110,8 @@ class Nursery:
         """
         self._pipe, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            argv = [sys.executable, *words(theirs.fileno())]
             self._process = subprocess.Popen(
-                argv,
+                [sys.executable, *words(theirs.fileno())],
                 cwd=ROOT,
                 env={**os.environ, **ONE_THREAD, **env},
                 stdin=subprocess.DEVNULL,
@@ -120,10 +119,17 @@ class Nursery:
                 pass_fds=[theirs.fileno()],
             )
         self._pipe.settimeout(START_S)
-        assert self._pipe.recv(16) == b"ready", f"could not be run: {' '.join(argv)}"
+        self._starting, self._is_ready = threading.Lock(), False
+
+    def _wait_until_ready(self) -> None:
+        with self._starting:
+            if not self._is_ready:
+                assert self._pipe.recv(16) == b"ready", f"could not be run: {self._process.args}"
+                self._is_ready = True
 
     def close(self) -> None:
         """End it, and the children that have not ended."""
+        self._wait_until_ready()
         self._pipe.close()
         self._process.wait(START_S)
 
@@ -139,6 +145,7 @@ class Nursery:
 
         Streams are files or PIPE, as with subprocess.Popen, and of text.
         """
+        self._wait_until_ready()
         ours: list[IO[str] | None] = []
         theirs: dict[int, int] = {}
         end, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -226,6 +233,7 @@ def serve(pipe: socket.socket) -> list[str] | None:
     """
     # What was imported stays: to look at it again in every child would copy its memory.
     gc.freeze()
+    gc.enable()
     running: dict[int, tuple[int, socket.socket]] = {}
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     with selectors.DefaultSelector() as selector:
@@ -285,6 +293,7 @@ def become(request: dict[str, list[str] | dict[str, str]], fds: Sequence[int]) -
 
 
 def main(fd: str, *preload: str) -> None:
+    gc.disable()  # Of what imports make little is garbage; to look for it takes a sixth of them.
     for name in preload:
         if name != ROOM:
             importlib.import_module(name)

@@ -15,6 +15,9 @@ from collections.abc import Mapping, Sequence
 
 from tests import warm
 
+NO_GC = "import gc; gc.disable()"
+"""Python before imports, see `warm.main`."""
+
 
 class Nursery(warm.Nursery):
     """The process that others are forked off.
@@ -28,7 +31,7 @@ class Nursery(warm.Nursery):
     def __init__(self, imports: str, *, options: Sequence[str] = (), **settings: str) -> None:
         serves = "from tests.npu_sim.forks import serve"
         self._begin(
-            lambda pipe: [*options, "-c", f"{imports}\n{serves}\nserve({pipe})"],
+            lambda pipe: [*options, "-c", f"{NO_GC}\n{imports}\n{serves}\nserve({pipe})"],
             settings,
             stdout=subprocess.DEVNULL,
         )
