@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ import yaml
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.run.sessions import SHM
 from tests.e2e import asking
+from tests.kit.load import Load
 
 pytestmark = [
     pytest.mark.full,
@@ -110,40 +110,17 @@ def nothing_is_left() -> Iterator[None]:
     assert not [path for path in SHM.iterdir() if path.name.startswith(tuple(shm_prefixes))]
 
 
-class Load:
-    """Sends requests with images without a pause, in threads, until it is closed."""
+def images(url: str) -> Load[int]:
+    """Send requests with large images without a pause; results are statuses, 0 if there is none."""
 
-    def __init__(self, url: str, *, clients: int, size: int = 112, **extra: Any) -> None:
-        self.statuses: list[int] = []
-        self._url = url
-        self._size = size
-        self._extra = extra
-        self._closed = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(clients)]
-        for thread in self._threads:
-            thread.start()
+    def send(number: int) -> int:
+        content = [asking.picture(100 + number, 448), asking.text("What is it?")]
+        try:
+            return asking.post(url, asking.body(content, max_tokens=200)).status_code
+        except httpx.TransportError:
+            return 0
 
-    def _ask(self, number: int) -> None:
-        while not self._closed.is_set():
-            number += 100
-            body = asking.body(
-                [asking.picture(number, self._size), asking.text("What is it?")], **self._extra
-            )
-            try:
-                self.statuses.append(asking.post(self._url, body).status_code)
-            except httpx.TransportError:
-                self.statuses.append(0)
-
-    def after(self, count: int) -> None:
-        """Wait for so many more answers."""
-        enough = len(self.statuses) + count
-        until(lambda: len(self.statuses) >= enough)
-
-    def close(self) -> list[int]:
-        self._closed.set()
-        for thread in self._threads:
-            thread.join()
-        return self.statuses
+    return Load(send, clients=24, pause_s=0.0)
 
 
 def test_serve_balances_scales_and_replaces_lost_replicas(cluster: Any) -> None:
@@ -177,8 +154,7 @@ def test_serve_balances_scales_and_replaces_lost_replicas(cluster: Any) -> None:
         whole_answer = asking.ask(url, question)
         assert asking.ask_streamed(url, question).tokens == whole_answer.tokens
         assert httpx.get(f"{url}/v1/nothing", trust_env=False).status_code == 404
-        load = Load(url, clients=24, size=448, max_tokens=200)
-        try:
+        with images(url) as load:
             until(lambda: replicas() == 2)
             launchers = [pid for pid, words in ours().items() if "launch.cli up" in words]
             families = [family(pid) for pid in launchers]
@@ -188,14 +164,12 @@ def test_serve_balances_scales_and_replaces_lost_replicas(cluster: Any) -> None:
             cluster.remove_node(lost, allow_graceful=False)
             until(lambda: any(map(gone, families)))
             assert not all(map(gone, families))
-            load.after(24)
+            load.wait_for(24)
             cluster.workers.append(cluster.add_node(node_ip_address=SPARE, **NODE))
             until(lambda: replicas() == 2)
-            load.after(24)
-        finally:
-            statuses = load.close()
+            load.wait_for(24)
         # Only the requests at the lost node have failed.
-        assert sum(status != 200 for status in statuses) <= 24
+        assert sum(status != 200 for status in load.seen) <= 24
         until(lambda: replicas() == 1)
         assert asking.ask(url, question).tokens == whole_answer.tokens
     finally:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,9 +28,10 @@ from tests.e2e.two_encoders.deployment import (
     Deployment,
     epd_launch,
 )
+from tests.kit.load import Load
 
 REFUSED = f"{PD} refuses its items: encoder outputs differ by"
-PAUSE_S = 0.05
+PAUSE_S = 0.4
 """Seconds between two requests of a client that repeats its request."""
 
 
@@ -124,57 +123,42 @@ def test_encoder_leaves_and_joins_under_load_without_loss(
     deployment: Deployment,
 ) -> None:
     split = deployment.split
-    asked: list[tuple[Any, Answer]] = []
-    enough = threading.Event()
-    # Of no other test, however many are asked.
-    seeds = itertools.count(2000, 2)
 
-    def keep_asking() -> None:
-        while not enough.wait(PAUSE_S):
-            content = pictures(next(seeds), 2)
-            asked.append((content, ask(split.url, content)))
+    def send(number: int) -> tuple[Any, Answer]:
+        content = pictures(2000 + 2 * number, 2)  # Of no other test, however many are asked.
+        return content, ask(split.url, content)
 
-    def answered_by(since: int) -> set[str]:
-        return encoders_of([answer for _, answer in asked[since:]])
+    def encoders_of_next() -> set[str]:
+        return encoders_of([answer for _, answer in load.wait_for(4)])
 
     with ThreadPoolExecutor() as pool, contextlib.ExitStack() as ended:
-        ended.callback(enough.set)
         with encoders_held(split) as held_s:
             inflight = pool.submit(ask, split.url, pictures(720))
             wait_until(lambda: split.encoding(held_s) == ENCODERS, "both encoders work")
             leaving = pool.submit(deployment.other.stop)
             wait_until(lambda: deployment.states()[JOINED] == "draining", "it leaves")
-            clients = [pool.submit(keep_asking) for _ in range(2)]
+            load = ended.enter_context(Load(send, clients=2, pause_s=PAUSE_S))
             assert not leaving.done()
         assert leaving.result() == 0
-        asked.append((pictures(720), inflight.result()))
         assert encoders_of([inflight.result()]) == ENCODERS
         assert deployment.states() == {"encode-0": "up", PD: "up"}
-        before = len(asked)
-        wait_until(lambda: len(asked) >= before + 4, "others are answered")
-        assert answered_by(before) == {"encode-0"}
+        assert encoders_of_next() == {"encode-0"}
 
         # Other weights have the same fingerprint.
         (split.flags / flags.OTHER_WEIGHTS).touch()
         deployment.other.start()
         deployment.other.wait_until_ready()
         wait_until(lambda: REFUSED in deployment.problem(JOINED), "its outputs are refused")
-        before = len(asked)
-        wait_until(lambda: len(asked) >= before + 4, "others are answered")
-        assert answered_by(before) == {"encode-0"}
+        assert encoders_of_next() == {"encode-0"}
         assert deployment.other.stop() == 0
 
         (split.flags / flags.OTHER_WEIGHTS).unlink()
         deployment.other.start()
         deployment.other.wait_until_ready()
-        before = len(asked)
-        wait_until(lambda: answered_by(before) == ENCODERS, "both encode again")
-        enough.set()
-        for client in clients:
-            client.result()
+        wait_until(lambda: encoders_of_next() == ENCODERS, "both encode again")
     assert deployment.problem(JOINED) == ""
     assert deployment.states() == dict.fromkeys([*ENCODERS, PD], "up")
-    for content, answer in asked:
+    for content, answer in [(pictures(720), inflight.result()), *load.seen]:
         deployment.compare(content, answer)
 
 
