@@ -8,7 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import torch
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
@@ -29,6 +31,7 @@ from epd_portable.front.engines import EngineSettings
 from epd_portable.vllm_plugin import compat
 from epd_portable.wire.params import CacheNews, to_params
 
+CHAT = "/v1/chat/completions"
 MODEL = Path(__file__).parents[3] / "epd_portable" / "demo" / "model"
 CONTROL = {"pd-0": "tcp://127.0.0.1:1", "pd-1": "tcp://127.0.0.1:2"}
 ROLES: dict[str, Role] = {
@@ -85,11 +88,31 @@ def client_of(
     return SplitClient(config, FrontSettings(engines=engines, front=section, **given), index)
 
 
+def within(middleware: ASGIApp, client: SplitClient) -> ASGIApp:
+    """Return a middleware in the place that it has in vLLM's server of a front."""
+    server = server_of(client)
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        await middleware({**scope, "app": server}, receive, send)
+
+    return call
+
+
+def http_to(app: ASGIApp) -> httpx.AsyncClient:
+    """Return a client without a socket: there is nothing to close."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front")
+
+
+Serve = Callable[..., tuple[httpx.AsyncClient, SplitClient]]
+
+
 def server_of(client: SplitClient) -> SimpleNamespace:
     """Return what the middleware sees of vLLM's application."""
     return SimpleNamespace(state=SimpleNamespace(engine_client=SimpleNamespace(engine_core=client)))
 
 
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+"""An image in a prompt of the bundled model."""
 PAIRS = {"A": 1, "B": 2, "C": 5}
 """Videos, and how many pairs of frames they have."""
 _EMBEDS = 4
@@ -151,6 +174,40 @@ def request(name: str, pictures: Iterable[str], **extra: Any) -> EngineCoreReque
 
 
 ENDED, FAILED = FinishReason.STOP, FinishReason.ERROR
+
+
+class Engine:
+    """Ends what it is sent as soon as it may, and keeps it."""
+
+    def __init__(self, client: SplitClient, name: str) -> None:
+        self.takes_s = 0.0
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+        self.sent: list[EngineCoreRequest] = []
+        self.aborted: list[str] = []
+        self.name = name
+        self._client, self._engine = client, client.engines.by_name[name]
+        self._engine.client = self
+        self._engine.instance.health.seen_up()
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        self.sent.append(request)
+        self.ends = asyncio.create_task(self._end(request.request_id))
+
+    async def _end(self, request_id: str) -> None:
+        await self.may_end.wait()
+        await asyncio.sleep(self.takes_s)
+        self.says(request_id, ENDED)
+
+    def says(self, request_id: str, end: FinishReason | None) -> None:
+        said = EngineCoreOutput(request_id, [1], finish_reason=end)
+        self._client._take_outputs(self._engine, EngineCoreOutputs(outputs=[said]))
+
+    async def call_utility_async(self, method: str) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
 
 
 class Played:

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tests.integration.front.test_front_http import CHAT, Serve, serve  # noqa: F401
+from tests.integration.front.played_front import CHAT, Serve
 from tests.property.budget import budget
 
 pytestmark = pytest.mark.needs_vllm
@@ -51,7 +51,7 @@ names = st.sampled_from(
 
 
 @pytest.mark.parametrize("name", BOMBS)
-async def test_large_bodies_take_little_further_memory(serve: Serve, name: str) -> None:  # noqa: F811
+async def test_large_bodies_take_little_further_memory(serve: Serve, name: str) -> None:
     http, _ = serve()
     await http.post(CHAT, content=b"{}")
     tracemalloc.start()
@@ -65,7 +65,7 @@ async def test_large_bodies_take_little_further_memory(serve: Serve, name: str) 
     assert most < 8 * len(BOMBS[name]) + (16 << 20)
 
 
-@settings(budget(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(budget(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     body=st.dictionaries(names, values).map(lambda each: json.dumps(each).encode())
     | st.dictionaries(names, values).map(lambda each: json.dumps(each).encode("utf-16"))
@@ -80,7 +80,7 @@ async def test_any_body_is_passed_on_or_refused(fronted: Any, body: bytes) -> No
 
 
 @pytest.fixture
-def fronted(serve: Serve) -> Any:  # noqa: F811
+def fronted(serve: Serve) -> Any:
     """Return a client of one front for all bodies of a test."""
     http, _ = serve()
     return http
@@ -93,7 +93,7 @@ PATHS = [
 ANTHROPIC = ["/v1/messages", "/v1/messages/count_tokens"]
 
 
-async def test_refusals_have_the_form_of_each_api(serve: Serve) -> None:  # noqa: F811
+async def test_refusals_have_the_form_of_each_api(serve: Serve) -> None:
     http, _ = serve(max_body_bytes=60, max_bodies_bytes=60, body_timeout_s=0.01)
 
     async def late() -> AsyncIterator[bytes]:
@@ -124,14 +124,14 @@ async def test_refusals_have_the_form_of_each_api(serve: Serve) -> None:  # noqa
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
-async def test_bodies_of_every_method_are_bounded(serve: Serve, method: str) -> None:  # noqa: F811
+async def test_bodies_of_every_method_are_bounded(serve: Serve, method: str) -> None:
     http, _ = serve(max_body_bytes=100, max_bodies_bytes=100)
     assert (await http.request(method, "/any", content=b"x" * 100)).text == "100"
     large = await http.request(method, "/any", content=b"x" * 101)
     assert (large.status_code, large.json()["error"]["code"]) == (413, "request_too_large")
 
 
-async def test_page_without_permission_calls_no_endpoint(serve: Serve) -> None:  # noqa: F811
+async def test_page_without_permission_calls_no_endpoint(serve: Serve) -> None:
     """Browsers send requests without a type, and without a body, before they ask a server."""
     page = {"origin": "https://page.example"}
 
@@ -158,7 +158,7 @@ async def test_page_without_permission_calls_no_endpoint(serve: Serve) -> None: 
     assert (await http.get("/v1/models", headers={"origin": "https://b.example"})).is_success
 
 
-async def test_access_line_holds_no_content(serve: Serve, tmp_path: Path) -> None:  # noqa: F811
+async def test_access_line_holds_no_content(serve: Serve, tmp_path: Path) -> None:
     keys, log = tmp_path / "keys", tmp_path / "log"
     keys.write_text("k" * 20)
     keys.chmod(0o600)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,83 +10,22 @@ from prometheus_client import generate_latest
 
 pytest.importorskip("vllm")
 
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine import FinishReason
 
 from epd_portable.demo.pictures import Picture, draw
 from epd_portable.front.client import SplitClient
 from epd_portable.front.request import UnavailableError
-from epd_portable.front.server import Front, configuration
-from tests.integration.front.played_front import MODEL, client_of
+from epd_portable.front.server import Front
+from tests.integration.front.played_front import PICTURE, Engine
 from tests.metrics_page import total
 
 pytestmark = pytest.mark.needs_vllm
 
-CACHE_GB = 0.001
 SIDE, LARGE = 112, 560
 """Sides of images; a few of the first fit into the cache, and none of the second."""
-PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 ROLES = {"encode": "e-0", "prefill-decode": "pd-0"}
 TAKES_S = 0.05
-
-
-class Engine:
-    """Ends what it is sent as soon as it may, and keeps it."""
-
-    def __init__(self, client: SplitClient, name: str) -> None:
-        self.takes_s = 0.0
-        self.may_end = asyncio.Event()
-        self.may_end.set()
-        self.sent: list[EngineCoreRequest] = []
-        self.aborted: list[str] = []
-        self.name = name
-        self._client, self._engine = client, client.engines.by_name[name]
-        self._engine.client = self
-        self._engine.instance.health.seen_up()
-
-    async def add_request_async(self, request: EngineCoreRequest) -> None:
-        self.sent.append(request)
-        self.ends = asyncio.create_task(self._end(request.request_id))
-
-    async def _end(self, request_id: str) -> None:
-        await self.may_end.wait()
-        await asyncio.sleep(self.takes_s)
-        self.says(request_id, FinishReason.STOP)
-
-    def says(self, request_id: str, end: FinishReason | None) -> None:
-        said = EngineCoreOutput(request_id, [1], finish_reason=end)
-        self._client._take_outputs(self._engine, EngineCoreOutputs(outputs=[said]))
-
-    async def call_utility_async(self, method: str) -> tuple[str, ...]:
-        return ("generate",)
-
-    async def abort_requests_async(self, request_ids: list[str]) -> None:
-        self.aborted += request_ids
-
-
-@pytest.fixture(scope="module")
-def configured() -> Any:
-    arguments = AsyncEngineArgs(
-        model=str(MODEL), enforce_eager=True, mm_processor_cache_gb=CACHE_GB, max_model_len=2048
-    )
-    return configuration(arguments)
-
-
-@pytest.fixture
-def client(configured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SplitClient:
-    made = client_of(configured, tmp_path, "e-0", "pd-0")
-    made.engines.close = lambda: None  # type: ignore[method-assign]
-    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: made)
-    return made
-
-
-@pytest.fixture
-async def front(client: SplitClient) -> AsyncIterator[Front]:
-    made = Front.from_vllm_config(client.vllm_config)
-    yield made
-    made.shutdown()
 
 
 async def ask(front: Front, name: str, *pictures: Picture) -> None:

@@ -32,7 +32,7 @@ from epd_portable.front.exchange import (
     REFS,
 )
 from epd_portable.front.http import FrontMiddleware
-from tests.integration.front.played_front import Front, Make, server_of, settle
+from tests.integration.front.played_front import Front, Make, http_to, settle, within
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -57,13 +57,7 @@ class Served:
         self.front = front
         self.jobs: dict[str, list[str]] = {each: [] for each in front.engines}
         self._number = 0
-        server, middleware = server_of(front.client), FrontMiddleware(self._vllm)
-
-        async def within(scope: Scope, receive: Receive, send: Send) -> None:
-            await middleware({**scope, "app": server}, receive, send)
-
-        transport = httpx.ASGITransport(within)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://front")
+        self.http = http_to(within(FrontMiddleware(self._vllm), front.client))
 
     async def ask(
         self,

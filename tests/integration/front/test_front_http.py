@@ -6,17 +6,16 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
 pytest.importorskip("vllm")
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -28,47 +27,12 @@ from epd_portable.front.exchange import GracefulHTTPError
 from epd_portable.front.http import FrontMiddleware
 from epd_portable.vllm_plugin import compat
 from epd_portable.wire.params import ItemOutcome, PrefillOutcome, to_params
-from tests.integration.front.played_front import Played, client_of, request, server_of
+from tests.integration.front.played_front import CHAT, Played, Serve, client_of, request, server_of
 from tests.integration.front.web import Site, plain
 from tests.metrics_page import total
 from tests.unit.media.samples import STILLS
 
 pytestmark = pytest.mark.needs_vllm
-
-CHAT = "/v1/chat/completions"
-Serve = Callable[..., tuple[httpx.AsyncClient, SplitClient]]
-
-
-@pytest.fixture
-def serve(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """Return what puts a front with some settings before the application."""
-    monkeypatch.setattr("epd_portable.front.http.REGISTRY", CollectorRegistry())
-    made: list[FrontMiddleware] = []
-
-    def begin(
-        guarded: Callable[[ASGIApp], ASGIApp] = lambda app: app, **settings: Any
-    ) -> tuple[httpx.AsyncClient, SplitClient]:
-        client = client_of(config, tmp_path, "e-0", "pd-0", **settings)
-
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            body = await Request(scope, receive).body()
-            await PlainTextResponse(str(len(body)))(scope, receive, send)
-
-        middleware = FrontMiddleware(guarded(app))
-        made.append(middleware)
-        server = server_of(client)
-
-        async def within(scope: Scope, receive: Receive, send: Send) -> None:
-            await middleware({**scope, "app": server}, receive, send)
-
-        # Without a socket: there is nothing to close.
-        transport = httpx.ASGITransport(within)
-        return httpx.AsyncClient(transport=transport, base_url="http://front"), client
-
-    yield begin
-    for middleware in made:
-        for handler in middleware._log.handlers if middleware._log else ():
-            handler.close()
 
 
 def up(client: SplitClient, *names: str) -> None:

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 pytest.importorskip("vllm")
 
 import zmq
 from prometheus_client import CollectorRegistry
-from starlette.types import Receive, Scope, Send
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import EngineCoreRequestType
@@ -32,7 +30,13 @@ from epd_portable.front.client import SplitClient
 from epd_portable.front.http import FrontMiddleware
 from epd_portable.vllm_plugin import compat
 from epd_portable.wire.params import CacheNews, to_params
-from tests.integration.front.played_front import client_of, config_of_front, request, server_of
+from tests.integration.front.played_front import (
+    client_of,
+    config_of_front,
+    http_to,
+    request,
+    within,
+)
 from tests.metrics_page import total
 
 pytestmark = [
@@ -374,15 +378,9 @@ async def test_a_server_that_is_away_makes_the_engines_unknown(
             with pytest.raises(RequestError, match="starts, or has ended"):
                 await front.servers[0].engines.seen()
     monkeypatch.setattr("epd_portable.front.http.REGISTRY", CollectorRegistry())
-    server = server_of(front.servers[0])
-    middleware = FrontMiddleware(lambda *_: pytest.fail("vLLM's"))
-
-    async def within(scope: Scope, receive: Receive, send: Send) -> None:
-        await middleware({**scope, "app": server}, receive, send)
-
-    transport = httpx.ASGITransport(within)
+    app = within(FrontMiddleware(lambda *_: pytest.fail("vLLM's")), front.servers[0])
     sign = front.servers[0].secret.sign
-    async with httpx.AsyncClient(transport=transport, base_url="http://front") as http:
+    async with http_to(app) as http:
         for path in ("/health", "/metrics", "/epd/instances"):
             headers = {"authorization": sign("GET", path, b"")}
             assert (await http.get(path, headers=headers)).status_code == 503

@@ -15,7 +15,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import httpx
 import msgspec
 import torch
 import zmq
@@ -53,7 +52,7 @@ from epd_portable.wire.params import (
     ExpectedTransfer,
     to_params,
 )
-from tests.integration.front.played_front import Played, client_of, server_of, settle
+from tests.integration.front.played_front import Played, client_of, http_to, settle, within
 from tests.waiting import until_async
 
 pytestmark = [pytest.mark.needs_vllm, pytest.mark.timeout(120)]
@@ -901,19 +900,11 @@ def http(front: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr("epd_portable.front.http.REGISTRY", CollectorRegistry())
     client = front()
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        raise AssertionError("not vLLM's")
-
-    middleware, server = FrontMiddleware(app), server_of(client)
-
-    async def within(scope: Any, receive: Any, send: Any) -> None:
-        await middleware({**scope, "app": server}, receive, send)
+    asking = http_to(within(FrontMiddleware(lambda *_: pytest.fail("vLLM's")), client))
 
     def ask(method: str, path: str, body: Any = None, *, signed: bool = True) -> Any:
         data = json.dumps(body).encode() if body is not None else b""
         headers = {"authorization": client.secret.sign(method, path, data)} if signed else {}
-        transport = httpx.ASGITransport(within)
-        asking = httpx.AsyncClient(transport=transport, base_url="http://front")
         return asking.request(method, path, content=data, headers=headers)
 
     ask.client = client  # type: ignore[attr-defined]

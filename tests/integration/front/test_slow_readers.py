@@ -17,23 +17,16 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from epd_portable.front import connections
 from epd_portable.front.http import FrontMiddleware
 from epd_portable.front.server import Front
-from tests.integration.front import test_front_cache
-from tests.integration.front.played_front import server_of
+from tests.integration.front.played_front import within
 
 pytestmark = pytest.mark.needs_vllm
-
-configured, client, front = (
-    test_front_cache.configured,
-    test_front_cache.client,
-    test_front_cache.front,
-)
 
 TOKENS, CHUNK_BYTES = 2000, 32 << 10
 """Size of one response: 64 MB, if each token were a chunk of its own."""
@@ -87,14 +80,9 @@ async def serving(
 
         await StreamingResponse(stream())(scope, receive, send)
 
-    middleware: ASGIApp = FrontMiddleware(app)
-    state = server_of(front.engine_core)
-
-    async def within(scope: Scope, receive: Receive, send: Send) -> None:
-        await middleware({**scope, "app": state}, receive, send)
-
+    served = within(FrontMiddleware(app), front.engine_core)
     connections.install()
-    config = uvicorn.Config(within, port=0, log_level="error", lifespan="off", ws="none")
+    config = uvicorn.Config(served, port=0, log_level="error", lifespan="off", ws="none")
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     task = asyncio.create_task(server.serve())

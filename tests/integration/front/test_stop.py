@@ -14,10 +14,7 @@ from vllm.sampling_params import SamplingParams
 from epd_portable.front.client import SplitClient
 from epd_portable.front.exchange import FrontExchange, GracefulHTTPError, exchange
 from epd_portable.front.server import Front
-from tests.integration.front.test_front_cache import Engine, configured
-from tests.integration.front.test_warm_up import client, front
-
-__all__ = ["client", "configured", "front"]
+from tests.integration.front.played_front import Engine
 
 pytestmark = pytest.mark.needs_vllm
 

@@ -6,8 +6,6 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,7 +18,6 @@ pytest.importorskip("vllm")
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from vllm.v1.engine.core_client import EngineCoreClient
 
 from epd_portable.front.client import SplitClient
 from epd_portable.front.server import Front
@@ -28,35 +25,12 @@ from epd_portable.front.warm_up import WarmUp
 from epd_portable.items.output_sample import sample_of
 from epd_portable.vllm_plugin import compat
 from epd_portable.wire.params import FIELD, CacheNews, ItemOutcome, PrefillOutcome, to_params
-from tests.integration.front.played_front import client_of
-from tests.integration.front.test_front_cache import Engine, configured
+from tests.integration.front.played_front import PICTURE, Engine
 from tests.metrics_page import total
-
-__all__ = ["configured"]
 
 pytestmark = pytest.mark.needs_vllm
 
 ENCODERS, OTHERS = ("e-0", "e-1"), ("pd-0", "pd-1")
-PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
-
-
-@pytest.fixture
-def client(
-    configured: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> SplitClient:
-    made = client_of(configured, tmp_path, *ENCODERS, *OTHERS)
-    made.engines.close = lambda: None  # type: ignore[method-assign]
-    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: made)
-    return made
-
-
-@pytest.fixture
-async def front(client: SplitClient) -> AsyncIterator[Front]:
-    made = Front.from_vllm_config(client.vllm_config)
-    yield made
-    made.shutdown()
 
 
 def items(engine: Engine) -> set[str]:
