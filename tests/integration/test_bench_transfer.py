@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -45,8 +43,8 @@ def test_a_transfer_is_measured_and_reported(tmp_path: Path, asked: tuple[str, .
 
 
 def test_a_signal_to_its_group_ends_it_and_leaves_nothing() -> None:
-    argv = [sys.executable, "-m", "epd_benchmarks.cli", "transfer", "--path", "shm"]
-    command = subprocess.Popen(argv, stderr=subprocess.DEVNULL, start_new_session=True)
+    code = "import os; os.setsid(); from epd_benchmarks.cli import main; main()"
+    command = warm.nursery().popen("-c", code, "transfer", "--path", "shm")
     pools = Path("/dev/shm")
     until(lambda: any(pools.glob(f"epd-bench-{command.pid}-*")))
     os.killpg(command.pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""``python -m tests.property.engine_model --seeds 0:5000 --seconds 3600``."""
+"""``python -m tests.property.engine_model [encode] --seeds 0:5000 --seconds 3600``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import time
 import traceback
 from collections import Counter
 
+from tests.property.engine_model import encode, world
 from tests.property.engine_model.running import Failure, attempt
+
+WORLDS = {"prefill-decode": world.World, "encode": encode.World}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.property.engine_model")
+    parser.add_argument("role", nargs="?", default="prefill-decode", choices=WORLDS)
     parser.add_argument("--seeds", default="0:1000", help="FIRST:END, or one seed")
     parser.add_argument("--seconds", type=float, default=3600.0, help="of the processor, at most")
     parser.add_argument("--trace", type=int, default=0, help="lines of the trace of each failure")
@@ -27,7 +31,7 @@ def main() -> int:
     for seed in seeds:
         if time.process_time() - begin_s > given.seconds or failures >= given.most:
             break
-        found = attempt(seed, lines=given.trace)
+        found = attempt(seed, WORLDS[given.role], lines=given.trace)
         tried += 1
         if isinstance(found, Failure):
             failures += 1

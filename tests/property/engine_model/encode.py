@@ -1,7 +1,7 @@
 """An encode instance over vLLM's real scheduler, and all that can happen to it, by a seed.
 
-``python -m tests.property.engine_model.encode --seeds 0:5000`` tries many seeds, and prints the
-last events of those that fail.
+``python -m tests.property.engine_model encode --seeds 0:5000 --trace 60`` tries many seeds, and
+prints the last events of those that fail.
 
 What is real: vLLM's ``Scheduler`` as `make_scheduler` makes it (an encode instance refuses
 ``AsyncScheduler``), and both halves of the connector, the worker's with its sender and its copies
@@ -13,13 +13,8 @@ memory.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
-import logging
-import sys
-import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -263,7 +258,7 @@ class Asked:
 class World:
     """A run of one seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, traced: bool = False) -> None:
         from vllm.v1.kv_cache_interface import KVCacheConfig
 
         from epd_portable.vllm_plugin.scheduler import make_scheduler
@@ -322,11 +317,13 @@ class World:
         self.number = 0
         self.work = 0
 
-    def run(self) -> Counter[str]:
-        """Let everything happen; return how often what did."""
+    def run(self) -> None:
+        """Let everything happen."""
         with _seams(self.shape, self.clock), self.worker.seams():
             self._run()
-        return self.seen
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
 
     # -- what happens ------------------------------------------------------------------------------
 
@@ -614,45 +611,3 @@ class World:
             asked.waits_since_s = asked.waits_since_s or now
             if now - asked.waits_since_s > ENOUGH_S:
                 raise Violation(f"{request_id} waits for what {consumer} does not keep: {kept}")
-
-
-def tried(seed: int) -> tuple[Counter[str], str]:
-    """Run a seed; return how often what happened, and what went wrong."""
-    world = World(seed)
-    try:
-        return world.run(), ""
-    except Exception:
-        lines = traceback.format_exc().splitlines()[-12:]
-        return world.seen, "\n".join((f"seed {seed}", *world.trace, *lines))
-    finally:
-        world.scheduler.shutdown()
-
-
-def main() -> int:
-    """Try seeds, and print those that fail."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0:1000", help="first:last, the last excluded")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="begin none after these")
-    parser.add_argument("--most", type=int, default=3, help="failures to print")
-    given = parser.parse_args()
-    logging.disable(logging.CRITICAL)
-    first, last = map(int, given.seeds.split(":"))
-    end_s = time.monotonic() + given.seconds
-    seen: Counter[str] = Counter()
-    failed = 0
-    for seed in range(first, last):
-        if time.monotonic() > end_s:
-            break
-        some, problem = tried(seed)
-        seen += some
-        seen["seeds"] += 1
-        if problem:
-            failed += 1
-            if failed <= given.most:
-                print(problem)
-    print(f"{failed} failed;", ", ".join(f"{what} {count}" for what, count in sorted(seen.items())))
-    return int(failed > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

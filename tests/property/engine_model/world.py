@@ -139,6 +139,9 @@ class World:
             if self.network.turn > MOST_TURNS:
                 raise Violation(f"{self._those_waiting()} go on for ever")
         self._end_well()
+        self.seen["steps"] = self.engine.steps
+
+    def close(self) -> None:
         self.engine.close()
 
     def arrive(self, prompt: Prompt | None = None, encoder: Encoder | None = None) -> str:
