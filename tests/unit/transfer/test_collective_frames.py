@@ -141,6 +141,7 @@ def consumer(_texts_only: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Con
     """A receiver that leaves no thread and no descriptor, whatever was sent to it."""
     # A close that waits for a producer would not end.
     monkeypatch.setattr(collective, "_STOP_GRACE_S", 3600.0)
+    monkeypatch.setattr(collective, "FRAME_PAUSE_S", 1)
     threads, files = set(threading.enumerate()), len(descriptors())
     made = Consumer()
     yield made
@@ -350,7 +351,8 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-def test_an_answer_of_nonsense_is_an_error(kind: str) -> None:
+def test_an_answer_of_nonsense_is_an_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "FRAME_PAUSE_S", 1)
     answer, error = ANSWERS[kind]
     copies = DeviceCopies(registry.get("cpu"))
     writer = CollectiveWriter(copies, keys())
