@@ -10,6 +10,7 @@ network, and the workers' memory, which remembers which item's bytes are where.
 - `memory`: the receive pool, and the worker that reads it.
 - `ends`, `encode_side`: both ends of transfers over real sockets and memory, without vLLM.
 - `sizes`: how large everything is, and prompts.
+- `sources`, `prose`: text of the repository, and its rules, for the tests that guard it.
 
 The random model of `tests.property.engine_model` is built of the same parts.
 """

@@ -2,10 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.items.prompt import (
-    match_transfers,
-    metadata_only_items,
-)
+from epd_portable.items.prompt import match_transfers, metadata_only_items
 from epd_portable.items.table import ItemRequest, PromptItem
 from epd_portable.wire.params import ExpectedTransfer, ItemOutcome, PrefillParams, Source
 from tests.unit.items.harness import spec

@@ -38,9 +38,7 @@ def test_an_item_is_delivered_placed_and_reported(copies: bool) -> None:
     assert_everything_is_back(pair.pd)
 
 
-def test_slot_is_free_only_after_the_step_of_its_eviction(
-    pair: Pair,
-) -> None:
+def test_slot_is_free_only_after_the_step_of_its_eviction(pair: Pair) -> None:
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT, ready=True)
     pair.settle()
@@ -117,9 +115,7 @@ def test_an_item_that_the_prefix_cache_covers_is_given_up(pair: Pair) -> None:
     assert_everything_is_back(pair.pd)
 
 
-def test_item_in_the_prefix_cache_is_held_until_its_request(
-    pair: Pair,
-) -> None:
+def test_item_in_the_prefix_cache_is_held_until_its_request(pair: Pair) -> None:
     """A start may find no memory now, and another hit later."""
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT)
@@ -235,9 +231,7 @@ def test_item_evicted_before_its_placement_is_not_placed(pair: Pair) -> None:
 # -- shared items --------------------------------------------------------------------------------
 
 
-def test_early_refusal_does_not_end_a_later_transfer(
-    pair: Pair,
-) -> None:
+def test_early_refusal_does_not_end_a_later_transfer(pair: Pair) -> None:
     """Two tokens are expected, announced were three: that transfer fails."""
     pair.encode.submit(Item("cat", 3, "t-cat"))
     pair.round()
@@ -253,9 +247,7 @@ def test_early_refusal_does_not_end_a_later_transfer(
     assert_everything_is_back(pair.pd)
 
 
-def test_request_does_not_wait_for_transfers_of_later_ones(
-    pair: Pair,
-) -> None:
+def test_request_does_not_wait_for_transfers_of_later_ones(pair: Pair) -> None:
     pair.pd.arrive("r", CAT)
     for number in range(2):
         pair.pd.clock.now += TIMEOUT_S / 3

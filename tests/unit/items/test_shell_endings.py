@@ -81,9 +81,7 @@ def test_items_that_a_drafter_reads_at_once_must_fit_at_once(
 
 
 @pytest.mark.parametrize("can_encode", [True, False])
-def test_missing_item_is_encoded_locally_or_fails_requests(
-    can_encode: bool,
-) -> None:
+def test_missing_item_is_encoded_locally_or_fails_requests(can_encode: bool) -> None:
     pair = Pair(PrefillSide(can_encode=can_encode))
     pair.pd.arrive("r", CAT)
     pair.pd.arrive("s", Item("cat", transfer_id="t-other"))

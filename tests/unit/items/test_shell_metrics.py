@@ -88,9 +88,7 @@ def _refused(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("end", [_served, _client_gone, _too_late, _refused])
-def test_announcement_without_space_is_counted_as_one_wait(
-    end: Callable[[Pair], None],
-) -> None:
+def test_announcement_without_space_is_counted_as_one_wait(end: Callable[[Pair], None]) -> None:
     pair = Pair(PrefillSide(pool_tokens=2))
     for request_id, item in (("first", CAT), ("second", DOG)):
         pair.pd.arrive(request_id, item)

@@ -97,12 +97,7 @@ class Desk:
         made = ItemRequest(f"r{self._expected}", self._expected)
         self.cache.enter(made)
         place = PromptItem(
-            input_id=0,
-            mm_hash=mm_hash,
-            begin=0,
-            end=1,
-            num_embeds=SPEC.shape[0],
-            tensor=SPEC,
+            input_id=0, mm_hash=mm_hash, begin=0, end=1, num_embeds=SPEC.shape[0], tensor=SPEC
         )
         claim = self.cache.claim(made, place, transfer_id)
         assert claim is not None

@@ -144,9 +144,7 @@ def test_plan_warns_of_what_up_refuses(tmp_path: Path, settings: str, refusal: s
     assert CliRunner().invoke(launch.main, ["up", *words]).exit_code == 2
 
 
-def test_fixed_ports_are_those_of_plan_without_that_of_front(
-    tmp_path: Path,
-) -> None:
+def test_fixed_ports_are_those_of_plan_without_that_of_front(tmp_path: Path) -> None:
     config = tmp_path / "t.yaml"
     config.write_text("model: demo\nfront: {port: 1101}\nlaunch: {first_port: 1100}\n")
     words = ["plan", "--platform", "cpu", "--config", str(config), "--json"]

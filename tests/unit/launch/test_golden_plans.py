@@ -134,11 +134,11 @@ MAY_DIFFER = {
     ),
 }
 SLAB_MAY_DIFFER = {
-    rf"{PLACE}env\.PYTORCH_NPU_ALLOC_CONF": "what keeps memory that others open in one piece",
+    rf"{PLACE}env\.PYTORCH_NPU_ALLOC_CONF": "what keeps memory that others open in one piece"
 }
 """The same, of files with instances that take items."""
 SHARED_MAY_DIFFER = {
-    rf"{PLACE}env\.HCCL_(HOST|NPU)_SOCKET_PORT_RANGE": "HCCL wants ports of its device",
+    rf"{PLACE}env\.HCCL_(HOST|NPU)_SOCKET_PORT_RANGE": "HCCL wants ports of its device"
 }
 """The same, of files with instances on one device."""
 KV_MAY_DIFFER = {

@@ -9,11 +9,7 @@ import pytest
 from epd_portable.config.groups import InstanceGroup
 from epd_portable.config.roles import Role
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.placement import (
-    Placements,
-    place_on_cores,
-    place_on_devices,
-)
+from epd_portable.launch.plan.placement import Placements, place_on_cores, place_on_devices
 
 
 def groups(encode: dict[str, Any], pd: dict[str, Any]) -> dict[Role, InstanceGroup]:

@@ -15,12 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from epd_portable.launch.cli import main
-from epd_portable.launch.run.running import (
-    ProcessRecord,
-    RunRecord,
-    find_runs,
-    write_record,
-)
+from epd_portable.launch.run.running import ProcessRecord, RunRecord, find_runs, write_record
 from tests import warm
 
 RUN = "0badcafe"

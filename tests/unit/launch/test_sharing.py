@@ -101,10 +101,7 @@ def test_pair_on_one_device_is_refused_if_its_library_refuses() -> None:
 
 @pytest.mark.parametrize(
     ("roles", "refused"),
-    [
-        (("encode_prefill_decode", "prefill_decode"), True),
-        (("encode_prefill", "decode"), False),
-    ],
+    [(("encode_prefill_decode", "prefill_decode"), True), (("encode_prefill", "decode"), False)],
 )
 def test_only_instances_between_which_items_go_make_a_group(
     roles: tuple[str, ...], refused: bool
