@@ -74,6 +74,7 @@ _COMPAT = ("vllm_plugin/compat.py",)
 _EXECUTOR = ("vllm_plugin/executor.py",)
 _ENCODE_ONLY = ("vllm_plugin/encode_only.py",)
 _WORKER = ("vllm_plugin/worker.py",)
+_OVERLAP = ("vllm_plugin/overlap.py",)
 _BOUNDS = ("vllm_plugin/media_bounds.py",)
 _FRONT = ("front/server.py",)
 _FRONT_URLS = ("front/media_urls.py",)
@@ -325,11 +326,23 @@ HOOKS: tuple[Relied, ...] = (
         _row(
             owner,
             _WORKER,
-            "init_device load_model initialize_from_config shutdown model_runner rank",
+            "init_device load_model initialize_from_config determine_available_memory "
+            "compile_or_warm_up_model shutdown model_runner rank",
         )
         for owner in ("v1.worker.gpu_worker.Worker", "v1.worker.cpu_worker.CPUWorker")
     ),
     *(_row(owner, _WORKER, "profile_run") for owner in (_RUNNER, _SECOND_RUNNER)),
+    # Overlapped encoding on devices.
+    _row(_RUNNER, _OVERLAP, "encoder_cudagraph_manager"),
+    _row("v1.worker.gpu.mm.encoder_runner.EncoderRunner", _OVERLAP, "cudagraph_manager"),
+    _row(
+        "v1.worker.encoder_cudagraph.EncoderCudaGraphManager",
+        (*_OVERLAP, *_COMPAT),
+        "capture execute is_captured supports_modality",
+    ),
+    _row("distributed.parallel_state.GraphCaptureContext", _OVERLAP, "stream"),
+    _row("distributed.parallel_state.graph_capture", _OVERLAP),
+    _row("utils.torch_utils.current_stream", _OVERLAP),
     # The second model runner.
     _row(
         _SECOND_RUNNER,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from epd_portable.errors import ConfigError
 
@@ -55,6 +55,13 @@ def _percentage(text: str) -> int | None:
     return number
 
 
+def _overlap(text: str) -> Literal["", "chunks", "stream", "none"]:
+    for each in ("chunks", "stream", "none"):
+        if text == each:
+            return each
+    raise ValueError("expected chunks, stream or none")
+
+
 def _text(name: str, meaning: str) -> Variable[str]:
     return Variable(name, "", str, meaning)
 
@@ -83,6 +90,12 @@ EPD_COMPUTE_SHARE = Variable(
     None,
     _percentage,
     "Percent of an Ascend device's cores that a worker uses; set in env of a group.",
+)
+EPD_ENCODE_OVERLAP: Variable[Literal["", "chunks", "stream", "none"]] = Variable(
+    "EPD_ENCODE_OVERLAP",
+    "",
+    _overlap,
+    "How an instance encodes next to its steps, for measurements: chunks, stream or none.",
 )
 TABLE: tuple[Variable[Any], ...] = tuple(
     each for each in globals().copy().values() if isinstance(each, Variable)

@@ -17,7 +17,7 @@ tests_of() { # What pytest is told for a part.
     devices)
         echo tests/npu_sim/platform tests/npu_sim/test_over_vllm.py tests/npu_sim/launch tests/npu_sim/bench tests/devices \
             tests/npu_sim/transfer/test_ordering.py tests/npu_sim/transfer/test_queued.py \
-            tests/npu_sim/transfer/test_computed.py
+            tests/npu_sim/transfer/test_computed.py tests/npu_sim/transfer/test_encode_stream.py
         ;;
     contract) echo tests/contract -m needs_npu ;;
     transfer) echo tests/integration/transfer -m needs_npu ;;

@@ -1,9 +1,8 @@
 """Overlapped encoding: a prefill+decode worker encodes items next to its steps.
 
-vLLM encodes within a step, which then computes no token until the last item is encoded. On devices
-an item is encoded at the beginning of a step (`StepEncoder`). On CPUs a thread encodes, and stops
-between two modules of the encoder when a step waits: both compute in turns, whose lengths are in
-`TURNS`.
+vLLM encodes within a step, which then computes no token until the last item is encoded. On CPUs a
+thread encodes, and stops between two modules of the encoder when a step waits: both compute in
+turns, whose lengths are in `TURNS`. Devices: `epd_portable.encode.chunks`.
 
 Never do both compute at once: vLLM's kernels for the CPU keep buffers for the whole process, and
 cores would be shared.
@@ -152,14 +151,22 @@ class StepEncoder:
         """Encode an item with the next call of `place`."""
         self._asked.append(encoding)
 
-    def place(self, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """Put the outputs of what was submitted into the worker's encoder cache."""
+    def place(self, encoder_cache: dict[str, torch.Tensor], *, computes: bool = True) -> None:
+        """Put the outputs of what was submitted into the worker's encoder cache.
+
+        Args:
+            encoder_cache: Outputs ``(num_embeds, width)`` by ``mm_hash``.
+            computes: The step that begins has tokens.
+        """
         import torch
 
         asked, self._asked = self._asked, []
         for encoding in asked:
             with torch.inference_mode():
-                self._keep(encoding.mm_hash, _traced(self._encode, encoding), encoder_cache)
+                self._keep(encoding.mm_hash, traced(self._encode, encoding), encoder_cache)
+
+    def wait(self) -> None:
+        """Make later work of the current stream wait for what is encoded on another stream."""
 
     def reset(self) -> None:
         """Let what was submitted until now fail: other weights make other outputs."""
@@ -216,7 +223,7 @@ class BackgroundEncoder(StepEncoder):
         """Encode an item as soon as those before it are encoded."""
         self._orders.put((self._resets, encoding))
 
-    def place(self, encoder_cache: dict[str, torch.Tensor]) -> None:
+    def place(self, encoder_cache: dict[str, torch.Tensor], *, computes: bool = True) -> None:
         """Put the outputs that are there since the last call into the worker's encoder cache."""
         while not self._ended.empty():
             resets, mm_hash, output = self._ended.get()
@@ -246,7 +253,7 @@ class BackgroundEncoder(StepEncoder):
         with torch.inference_mode():
             while (order := self._orders.get()) is not None and not self._closing:
                 resets, encoding = order
-                output = _traced(self._in_turn, encoding) if resets == self._resets else None
+                output = traced(self._in_turn, encoding) if resets == self._resets else None
                 self._ended.put((resets, encoding.mm_hash, output))
 
     def _in_turn(self, encoding: EncodeOrder) -> torch.Tensor:
@@ -254,13 +261,20 @@ class BackgroundEncoder(StepEncoder):
             return self._encode(encoding)
 
 
-def _traced(
-    encode: Callable[[EncodeOrder], torch.Tensor], encoding: EncodeOrder
+def traced(
+    encode: Callable[[EncodeOrder], torch.Tensor],
+    encoding: EncodeOrder,
+    fatal: type[Exception] | tuple[()] = (),
 ) -> torch.Tensor | None:
-    """Return an item's output; ``None`` if it could not be made, which is logged."""
+    """Return an item's output; ``None`` if it could not be made, which is logged.
+
+    Raises errors of a class that is ``fatal``.
+    """
     trace("encode.begin", items=[encoding.mm_hash])
     try:
         return encode(encoding)
+    except fatal:
+        raise
     except Exception:
         logger.exception("item %s could not be encoded next to the steps", encoding.mm_hash)
         return None

@@ -311,10 +311,20 @@ class PrefillEncoderCache(ItemTable):
             return False
         self.begin_encoding(claim.item)
         self.encodings.append(
-            EncodeOrder(mm_hash=place.mm_hash, modality=place.modality, media=place.media)
+            EncodeOrder(
+                mm_hash=place.mm_hash,
+                modality=place.modality,
+                media=place.media,
+                num_embeds=place.num_embeds,
+            )
         )
         claim.request.note_local(place.mm_hash)
         return True
+
+    @property
+    def encodes_in_background(self) -> bool:
+        """Return whether workers encode an item in the background."""
+        return any(each.state is State.ENCODING for each in self.items.values())
 
     def encoded(self, mm_hash: str) -> None:
         """Note that an item that was encoded in the background is in the workers' caches."""

@@ -24,11 +24,13 @@ class EncodeOrder:
         mm_hash: Key in the encoder cache.
         modality: The engine's.
         media: What the model's processor made of it (vLLM's ``MultiModalKwargsItem``).
+        num_embeds: Embeddings of its output.
     """
 
     mm_hash: str
     modality: str
     media: Any
+    num_embeds: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from epd_portable.items import room
 from epd_portable.items.encoder_cache import PrefillEncoderCache
 from epd_portable.items.slots import ReceivePool
-from epd_portable.items.table import ItemRequest, State
+from epd_portable.items.table import ItemRequest
 
 LOOK_EVERY_S = 1.0
 LONGEST_STEP_S = 1.0
@@ -77,8 +77,7 @@ class StallWatch:
             self._stalled_s = 0.0
             return None
         self._stalled_s += passed_s
-        is_encoding = any(each.state is State.ENCODING for each in self._cache.items.values())
-        limit_s = self.limit_s * (ENCODING_FACTOR if is_encoding else 1)
+        limit_s = self.limit_s * (ENCODING_FACTOR if self._cache.encodes_in_background else 1)
         if self._stalled_s < limit_s:
             return None
         found = next((each for each in blocked if each.arrived_s <= now - self.limit_s), None)

@@ -17,6 +17,7 @@ from epd_portable.platforms.base import (
     DeviceEvent,
     MemoryInfo,
     ShareHandle,
+    StreamUse,
 )
 from epd_portable.platforms.collectives_device import CollectivePlatform
 
@@ -59,7 +60,7 @@ class AcceleratorPlatform(CollectivePlatform):
     """
 
     def __init__(self) -> None:
-        self._copy_streams: dict[int, Any] = {}
+        self._streams: dict[tuple[str, int], Any] = {}
         self._lock = threading.Lock()
 
     @property
@@ -120,14 +121,17 @@ class AcceleratorPlatform(CollectivePlatform):
             free_bytes, total_bytes = self._runtime.mem_get_info(device)
         return MemoryInfo(free_bytes=free_bytes, total_bytes=total_bytes)
 
-    def stream(self, index: int) -> AbstractContextManager[object]:
-        """Return a context on the device's copy stream."""
-        if index not in self._copy_streams:  # With it, no wait for pinning of memory.
+    def stream(self, index: int, use: StreamUse = "copy") -> AbstractContextManager[object]:
+        """Return a context on a stream of the device; those of uses have the lowest priority."""
+        runtime, key = self._runtime, (use, index)
+        if use == "current":
+            found = runtime.current_stream(index)
+        elif (found := self._streams.get(key)) is None:  # With it, no wait for pinning of memory.
             device = self.device(index)
             with self._translated(f"make a stream on {device}"), self._lock:
-                if index not in self._copy_streams:
-                    self._copy_streams[index] = self._runtime.Stream(device=device)
-        context: AbstractContextManager[object] = self._runtime.stream(self._copy_streams[index])
+                if (found := self._streams.get(key)) is None:
+                    found = self._streams[key] = runtime.Stream(device=device)
+        context: AbstractContextManager[object] = runtime.stream(found)
         return context
 
     def record_event(self) -> DeviceEvent:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
+
+StreamUse = Literal["copy", "encode", "current"]
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 20e-6, 1e-3
 
@@ -171,11 +173,12 @@ class Platform(ABC):
         """Return how much memory a device has, and how much of it is free."""
 
     @abstractmethod
-    def stream(self, index: int) -> AbstractContextManager[object]:
-        """Queue the work of a ``with`` block on the device's copy stream, not on the engine's.
+    def stream(self, index: int, use: StreamUse = "copy") -> AbstractContextManager[object]:
+        """Queue the work of a ``with`` block on another stream than the engine's.
 
-        There is one a device. Neither entering nor leaving the block orders it with other streams:
-        that is what events are for.
+        There is one a device and use, or the stream that is current in this call, for any thread.
+        Neither entering nor leaving the block orders it with other streams: that is what events are
+        for.
         """
 
     @abstractmethod
@@ -184,11 +187,11 @@ class Platform(ABC):
 
     @abstractmethod
     def adopt(self, tensor: torch.Tensor) -> None:
-        """Hand memory that was allocated on the copy stream to the current stream.
+        """Hand memory that was allocated on another stream to the current stream.
 
         The memory is not reused before work queued on the current stream up to the end of
-        the tensor's life is complete. Orders nothing: the current stream must wait for the event of
-        the copy on its own.
+        the tensor's life is complete. Orders nothing: the current stream must wait for the event
+        behind the work that fills the tensor on its own.
         """
 
     @abstractmethod
@@ -255,6 +258,15 @@ class Platform(ABC):
             TransportTimeoutError: Some rank did not join within ``timeout_s``.
             PeerLostError: Nothing listens at the rendezvous.
         """
+
+
+@runtime_checkable
+class RaisesStreams(Protocol):
+    """A `Platform` whose devices compute the work of some streams before that of others."""
+
+    def raise_current_stream(self) -> None:
+        """Let later work of the calling thread go before that of all other streams."""
+        ...
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ from epd_portable.platforms.base import (
     MemoryInfo,
     Platform,
     ShareHandle,
+    StreamUse,
 )
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
 from epd_portable.platforms.traits import TRAITS
@@ -72,7 +73,7 @@ class CpuPlatform(Platform):
         memory = psutil.virtual_memory()
         return MemoryInfo(free_bytes=memory.available, total_bytes=memory.total)
 
-    def stream(self, index: int) -> AbstractContextManager[object]:
+    def stream(self, index: int, use: StreamUse = "copy") -> AbstractContextManager[object]:
         """Return an empty context: there is one stream, the calling thread."""
         self.device(index)
         return nullcontext()

@@ -57,6 +57,15 @@ class CudaPlatform(AcceleratorPlatform):
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
         return dtype in (torch.float32, torch.float16)
 
+    def raise_current_stream(self) -> None:
+        """Set a stream of the highest priority, behind the work of the one before."""
+        runtime = self._runtime
+        _, highest = runtime.Stream.priority_range()
+        with self._translated("make a stream of high priority"):
+            stream = runtime.Stream(priority=highest)
+            stream.wait_stream(runtime.current_stream())
+            runtime.set_stream(stream)
+
     def _register_host(self, address: int, nbytes: int) -> None:
         """Register the range for all contexts of this process."""
         code = _cudart().cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE)

@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
+
+Overlap = Literal["turns", "chunks", "stream", "none"]
+"""Way in which an engine encodes next to its steps; with ``none`` steps encode."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +48,10 @@ class PlatformTraits:
             blocks its caller until it has ended, even when the memory is page-locked.
         encode_together_embeds: Items of so many embeddings together are encoded in one step, unless
             a single one is larger; more is no faster than several steps, and leaves later.
-        encodes_in_background: Whether a prefill+decode instance of one rank encodes in a thread, in
-            turns with its steps.
+        overlap: Way in which a prefill+decode instance encodes next to its steps: in a thread that
+            takes ``turns`` with them, in ``chunks`` at their beginnings, or in chunks on a
+            ``stream`` of its own. `EPD_ENCODE_OVERLAP` replaces it.
+        encode_chunk_embeds: Size of an item whose encoder takes as long as one chunk.
         min_start_tokens: Lower bound of the tokens of text before a missing item that start a
             waiting request while others compute. Decode steps have graphs, and a step that has text
             as well is slower for all of them.
@@ -78,7 +84,9 @@ class PlatformTraits:
     foreign_pages_block: bool = False
     # 8192 patches of Qwen2.5-VL, whose matrices then fill a device. By arithmetic, not measured.
     encode_together_embeds: int = 2048
-    encodes_in_background: bool = False
+    overlap: Overlap = "chunks"
+    # 3 ms of an H200. By arithmetic, not measured.
+    encode_chunk_embeds: int = 256
     # With more tokens a step without graphs is limited by computation. By arithmetic, not measured.
     min_start_tokens: int = 256
     one_rank_a_device: bool = False
@@ -139,6 +147,8 @@ _NPU = PlatformTraits(
     # torch_npu (2.13) takes for page-locked only what it allocated itself.
     foreign_pages_block=True,
     share_env=("EPD_COMPUTE_SHARE", "no service is needed"),
+    # 5 ms of a 910B. By arithmetic, not measured.
+    encode_chunk_embeds=128,
     # Shared memory is opened by its key alone.
     # vllm-ascend's own; NIXL has no backend for these devices.
     kv_connector="mooncake",
@@ -162,7 +172,7 @@ _CPU = PlatformTraits(
     # Measured with four images on two cores: one by one they take 1.5 to 1.8 times as long at 16
     # embeddings each, and 0.2 to 1.0 times at 64 to 576.
     encode_together_embeds=64,
-    encodes_in_background=True,
+    overlap="turns",
     # No graphs: text takes as long in this step as in the step of its item.
     min_start_tokens=0,
     kv_connector="nixl",

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import vllm
 
 from epd_portable.errors import EngineError, ProtocolError
-from epd_portable.platforms.traits import TRAITS
 from epd_portable.wire.params import FIELD, ParamsT, read_params
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-    from epd_portable.config.instance import InstanceConfig
     from epd_portable.platforms.base import Platform
 
 logger = logging.getLogger(__name__)
@@ -291,24 +289,6 @@ def widest_output(vllm_config: VllmConfig) -> int:
     return max(encoder_output_width(vllm_config, each) for each in ("image", "video", "audio"))
 
 
-def encodes_in_background(vllm_config: VllmConfig, instance: InstanceConfig) -> bool:
-    """Return whether a prefill+decode instance encodes between its steps, in a thread.
-
-    It does where its one rank computes on the engine's own cores. Several ranks would have to agree
-    on the order of their collectives, and vLLM's second runner does not call the connector in steps
-    without tokens.
-    """
-    parallel = vllm_config.parallel_config
-    return (
-        TRAITS[instance.platform].encodes_in_background
-        and instance.can_encode
-        and not vllm_config.ec_transfer_config.is_ec_producer
-        and parallel.world_size == 1
-        and not vllm_config.use_v2_model_runner
-        and vllm_config.lora_config is None
-    )
-
-
 def awaits_kv(request: Request) -> bool:
     """Return whether another instance has computed a request's prompt, and its KV is to be read."""
     # Clients of vLLM before 0.32 may send any value by ``vllm_xargs``.
@@ -316,17 +296,23 @@ def awaits_kv(request: Request) -> bool:
     return isinstance(params, dict) and bool(params.get("do_remote_prefill"))
 
 
-def encode(model: Any, modality: str, media: Any, device: torch.device) -> torch.Tensor:
+def encode(
+    model: Any, modality: str, media: Any, device: torch.device, graphs: Any = None
+) -> torch.Tensor:
     """Return the encoder's output ``(num_embeds, width)`` of one ``MultiModalKwargsItem``.
 
-    As vLLM's runner computes it (``_execute_mm_encoder``, 0.26 to 0.33).
+    As vLLM's runner computes it (``_execute_mm_encoder``, 0.26 to 0.33), with its captured graphs
+    (``EncoderCudaGraphManager``) if they are given.
     """
     from vllm.multimodal import utils
 
     batches = utils.group_and_batch_mm_kwargs([(modality, media)], device=device)
     ((_, _, arguments),) = batches
+    outputs = None
+    if graphs is not None and graphs.supports_modality(modality):
+        outputs = graphs.execute(arguments)
     output: torch.Tensor
-    (output,) = model.embed_multimodal(**arguments)
+    (output,) = model.embed_multimodal(**arguments) if outputs is None else outputs
     return output
 
 
@@ -337,6 +323,22 @@ def encoder_modules(model: Any) -> list[torch.nn.Module]:
     """
     language = set(model.get_language_model().modules())
     return [each for each in model.modules() if each not in language and each is not model]
+
+
+def encoder_blocks(model: Any) -> list[torch.nn.Module]:
+    """Return the blocks of a model's encoders: members of their lists of modules, in no order.
+
+    Of lists within each other, the members of the outer one.
+    """
+    from torch.nn import ModuleList
+
+    blocks: list[torch.nn.Module] = []
+    within: set[torch.nn.Module] = set()
+    for each in encoder_modules(model):  # Outer modules come before inner ones.
+        if isinstance(each, ModuleList) and each not in within:
+            blocks += each
+            within.update(each.modules())
+    return blocks
 
 
 def metadata_fields(vllm_config: VllmConfig) -> dict[str, set[str]]:

@@ -23,7 +23,7 @@ from vllm.v1.request import RequestStatus
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.secret import Secret
-from epd_portable.encode.background import BackgroundEncoder, StepEncoder
+from epd_portable.encode.background import StepEncoder
 from epd_portable.encode.dispatcher import Dispatcher
 from epd_portable.encode.host_copies import HostCopies, alone
 from epd_portable.encode.producer import TransferOrder
@@ -35,7 +35,7 @@ from epd_portable.encode.two_levels import TwoLevelCache
 from epd_portable.errors import EngineError
 from epd_portable.items.metrics import ConsumerMetrics, SenderMetrics
 from epd_portable.items.output_sample import OutputSampler, read_samples
-from epd_portable.items.placer import EncodeOrder, Placer
+from epd_portable.items.placer import Placer
 from epd_portable.items.requests import PrefillRequests
 from epd_portable.items.shell import ItemShell
 from epd_portable.items.table import ItemTable
@@ -44,7 +44,7 @@ from epd_portable.transfer.cores import limit_compute
 from epd_portable.transfer.stores.entry import namespace_of
 from epd_portable.transfer.stream_clock import StreamClock
 from epd_portable.transfer.worker_endpoint import WorkerEndpoint
-from epd_portable.vllm_plugin import agreement, compat, exposition
+from epd_portable.vllm_plugin import agreement, compat, exposition, overlap
 from epd_portable.vllm_plugin.encoder_memory import cache_bytes
 from epd_portable.vllm_plugin.media_again import MediaOfWorkers
 from epd_portable.vllm_plugin.reports import Kind, StepMetadata, from_names, to_names
@@ -105,7 +105,7 @@ class EPDConnector(ECConnectorBase):
             compat.check_metadata()
         self._fingerprint = agreement.fingerprint(vllm_config)
         self._namespace = namespace_of(self._config, lambda: agreement.stored_as(vllm_config))
-        self._in_background = compat.encodes_in_background(vllm_config, self._config)
+        self.overlap = overlap.overlap_of(vllm_config, self._config)
         self._opened = ExitStack()
         exposition.publish()
 
@@ -334,7 +334,7 @@ class PDScheduler(SchedulerConnector):
         else:
             params = compat.read_transfer_params(PrefillParams, request)
             # Of a prompt whose KV comes no item is encoded before a step is known to need it.
-            in_background = self._in_background and not compat.awaits_kv(request)
+            in_background = self.overlap != "none" and not compat.awaits_kv(request)
             items = self._metadata.prompt_items(request, with_media=in_background)
             self.requests.arrived(request.request_id, items, params)
 
@@ -358,15 +358,16 @@ class PDScheduler(SchedulerConnector):
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> StepMetadata:
         """See `EPDConnector`."""
+        computes = scheduler_output.total_num_scheduled_tokens > 0
         receipts = self.shell.orders.take_orders(
-            scheduler_output.free_encoder_mm_hashes,
-            computes=scheduler_output.total_num_scheduled_tokens > 0,
+            scheduler_output.free_encoder_mm_hashes, computes=computes
         )
         return StepMetadata(
             orders=self.encoder.take_orders(),
             receipts=receipts,
             media=self._media.missing(scheduler_output.scheduled_new_reqs),
-            samples=self.requests.sampled if receipts.computes else [],
+            samples=self.requests.sampled if computes else [],
+            encodes=not computes and self._cache.encodes_in_background,
         )
 
     def update_connector_output(
@@ -621,17 +622,11 @@ class PDWorker(WorkerConnector):
         self._opened.callback(self._clock.close)
         return endpoint.slab_bytes
 
-    def use_encoder(self, model: Any, device: torch.device) -> None:
-        """Encode items between the steps, where that is possible; else at their beginning."""
-
-        def encode(item: EncodeOrder) -> torch.Tensor:
-            return compat.encode(model, item.modality, item.media, device)
-
-        if self._in_background:
-            modules, priority = compat.encoder_modules(model), self._config.encode_priority
-            self.encoder = BackgroundEncoder(encode, modules, priority)
-        else:
-            self.encoder = StepEncoder(encode)
+    def use_encoder(self, runner: Any) -> None:
+        """Encode items next to the steps, where that is possible; else at their beginning."""
+        self.encoder = overlap.make_encoder(
+            self.overlap, runner, self._vllm_config, self._config, self._copies
+        )
         self._opened.callback(self.encoder.close)
 
     def begin_step(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
@@ -640,7 +635,7 @@ class PDWorker(WorkerConnector):
         self._placer.carry_out(metadata.receipts, encoder_cache)
         for encoding in metadata.receipts.encodings:
             self.encoder.submit(encoding)
-        self.encoder.place(encoder_cache)
+        self.encoder.place(encoder_cache, computes=metadata.receipts.computes)
         if metadata.orders and self._rank == 0:
             self._send(metadata.orders, encoder_cache)
 
@@ -668,6 +663,7 @@ class PDWorker(WorkerConnector):
                 f"a step of {self._config.instance} encodes {', '.join(items)}, but this instance "
                 "holds no encoder: report it, with the engine's version"
             )
+        self.encoder.wait()
         with super().encoding(items):
             yield
 

@@ -74,6 +74,7 @@ class StepMetadata(ECConnectorMetadata):
         receipts: PD instance: items that have arrived, grants that were taken back.
         media: PD instance: media of items that the step encodes, which workers do not have.
         samples: PD instance: items of whose outputs a step with tokens reports a sample.
+        encodes: PD instance: the step has no tokens, and workers encode an item next to steps.
     """
 
     orders: list[TransferOrder] = field(default_factory=list)
@@ -83,3 +84,4 @@ class StepMetadata(ECConnectorMetadata):
     receipts: WorkerOrders = field(default_factory=WorkerOrders)
     media: list[ItemMedia] = field(default_factory=list)
     samples: list[str] = field(default_factory=list)
+    encodes: bool = False

@@ -9,6 +9,7 @@ EPDGPUWorker has run on one H200, EPDNPUWorker over a simulated runtime only.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,6 +19,7 @@ from vllm.distributed import nixl_utils
 from vllm.distributed.ec_transfer import get_ec_transfer
 
 from epd_portable.log import trace
+from epd_portable.platforms import registry
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
 from epd_portable.runners.first import EncoderRunnerMixin, PDRunnerMixin
 from epd_portable.runners.second import (
@@ -26,8 +28,10 @@ from epd_portable.runners.second import (
     SecondRunnerMixin,
 )
 from epd_portable.transfer.cores import cores_kept, timers_late
-from epd_portable.vllm_plugin import compat
+from epd_portable.vllm_plugin import compat, overlap
 from epd_portable.vllm_plugin.video_parts import place_by_whole_videos
+
+logger = logging.getLogger(__name__)
 
 _NIXL_WAIT_US = 1000
 
@@ -80,7 +84,7 @@ class _WorkerMixin(_Worker):
         connector = get_ec_transfer()
         if not connector.is_producer:
             place_by_whole_videos(model)
-            connector.use_encoder(model, self.model_runner.device)
+            connector.use_encoder(self.model_runner)
         else:
             self._measured = compat.small_dummies(self.vllm_config)
 
@@ -88,6 +92,21 @@ class _WorkerMixin(_Worker):
         # The first that vLLM calls once it has measured the encoder (0.32 and 0.33).
         self._measured()
         return super().get_kv_cache_spec(*args, **kwargs)
+
+    def determine_available_memory(self, *args: Any, **kwargs: Any) -> Any:
+        chunked = get_ec_transfer().overlap in ("chunks", "stream") and not self._on_cores()
+        if not chunked or self.vllm_config.cache_config.kv_cache_memory_bytes:
+            return super().determine_available_memory(*args, **kwargs)
+        with overlap.encoder_measured(self.model_runner.get_model()) as peak:
+            available = super().determine_available_memory(*args, **kwargs)
+        logger.info("%d MiB are left to the encoder, next to a step", peak() >> 20)
+        return available - peak()
+
+    def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
+        apart = get_ec_transfer().overlap == "stream" and not self._on_cores()
+        platform, index = registry.get(self._traits.name), self.model_runner.device.index or 0
+        with overlap.captured_apart(platform, index) if apart else nullcontext():
+            return super().compile_or_warm_up_model(*args, **kwargs)
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         connector = get_ec_transfer()

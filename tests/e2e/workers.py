@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed.ec_transfer import get_ec_transfer
 from vllm.platforms import current_platform
 
+from epd_portable.encode.chunks import ChunkEncoder
+from epd_portable.items.placer import EncodeOrder
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.vllm_plugin import compat, worker
 from tests.e2e import flags
@@ -98,6 +101,23 @@ class SteeredPDWorker(Worker):  # type: ignore[misc]
         if scheduler_output.total_num_scheduled_tokens:
             _delay(flags.SLOW_STEPS)
         return super().execute_model(scheduler_output)
+
+
+class ChunkedPDWorker(Worker):  # type: ignore[misc]
+    """A PD worker that encodes a block of the encoder in each step, as devices do at least."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        runner, connector = self.model_runner, get_ec_transfer()
+        connector.encoder.close()
+        model, copies = runner.get_model(), connector._copies
+
+        def encode(item: EncodeOrder) -> torch.Tensor:
+            return compat.encode(model, item.modality, item.media, runner.device)
+
+        # Of one rank a step without tokens would encode a whole item.
+        connector.encoder = ChunkEncoder(encode, compat.encoder_blocks(model), copies, ranks=2)
+        connector.encoder._blocks_embeds = 0
 
 
 class HeldWorker(Worker):  # type: ignore[misc]

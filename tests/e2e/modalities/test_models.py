@@ -1,7 +1,7 @@
 """Each kind of model, with items that the encode engine sends: as if encoded in one process.
 
 The reference is the prefill+decode engine itself, without the encode engine: its own tower encodes
-then.
+then, a block in each step.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def served(
         "transfer.lease_s=30",
         "transfer.wait_timeout_s=60",
         "env.VLLM_SERVER_DEV_MODE='1'",
+        "instances.prefill_decode.engine_args.worker_cls=tests.e2e.workers.ChunkedPDWorker",
     ]
     with running(folder, settings, popen=fork) as split:
         yield Served(name=name, split=split)

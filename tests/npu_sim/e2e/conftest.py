@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -10,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import (
+    CONFIG,
     ENGINE_MODULES,
+    ROOT,
     VIDEOS,
     Split,
     forking,
@@ -37,6 +41,12 @@ MODULES = (
 )
 
 
+INTERPRETER = Path(sys.prefix) / "interpreter"
+INTERPRETED = {
+    "TRITON_INTERPRET": "1",
+    "PYTHONPATH": os.pathsep.join((str(INTERPRETER), str(ROOT))),
+}
+"""Variables of engines whose Triton is in its interpreter: those with the second runner."""
 ON_CPU = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "VLLM_PLUGINS": "epd_portable_media_guard"}
 """Variables of a process that imports vLLM, which has chosen its platform then."""
 
@@ -64,11 +74,20 @@ def npu_fork() -> Iterator[Popen]:
         yield popen
 
 
+@pytest.fixture(scope="module")
+def interpreting() -> Iterator[Popen]:
+    """Start engines that have Triton, in its interpreter."""
+    assert (INTERPRETER / "triton").is_dir(), f"{INTERPRETER} is not there: make npu-sim"
+    with forking(MODULES, {**DEVICES, **INTERPRETED}) as popen:
+        yield popen
+
+
 def simulated(
     folder: Path,
     settings: Sequence[str],
     *,
     dtype: str = "float32",
+    config: Path = CONFIG,
     env: Mapping[str, str] | None = None,
     popen: Popen = subprocess.Popen,
 ) -> AbstractContextManager[Split]:
@@ -78,12 +97,14 @@ def simulated(
         folder: For logs and traces.
         settings: Beyond those that the simulation needs.
         dtype: Of the model.
+        config: The topology file.
         env: Variables of the topology.
         popen: What starts it.
     """
     return running(
         folder,
         [*SIMULATED, f"engine_args.dtype={dtype}", *settings],
+        config=config,
         platform="npu",
         env={**DEVICES, **(env or {})},
         popen=popen,

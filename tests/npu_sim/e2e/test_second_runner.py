@@ -6,36 +6,20 @@ encode instance of vllm-ascend does not start with by itself.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.asking import ask, picture
 from tests.e2e.cases import ASK
-from tests.e2e.conftest import ROOT, Pair, Split, forking
+from tests.e2e.conftest import Pair, Split
 from tests.e2e.equality import FloatEquality, FloatSmoke
 from tests.forked import Popen
-from tests.npu_sim.e2e.conftest import DEVICES, MODULES, simulated
+from tests.npu_sim.e2e.conftest import INTERPRETED, simulated
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
-INTERPRETER = Path(sys.prefix) / "interpreter"
-ENV = {
-    "TRITON_INTERPRET": "1",
-    "PYTHONPATH": os.pathsep.join((str(INTERPRETER), str(ROOT))),
-}
 RUNNERS = {"first": "0", "second": "1"}
-
-
-@pytest.fixture(scope="module")
-def interpreting() -> Iterator[Popen]:
-    """Start engines that have Triton, in its interpreter."""
-    assert (INTERPRETER / "triton").is_dir(), f"{INTERPRETER} is not there: make npu-sim"
-    with forking(MODULES, {**DEVICES, **ENV}) as popen:
-        yield popen
 
 
 def settings(path: str, *, encode: str, prefill_decode: str) -> list[str]:
@@ -64,7 +48,7 @@ class TestBothOnTheSecond(FloatEquality):
     ) -> Iterator[Pair]:
         folder = tmp_path_factory.mktemp("both")
         both = settings("shm", encode="second", prefill_decode="second")
-        with simulated(folder, both, env=ENV, popen=interpreting) as split:
+        with simulated(folder, both, env=INTERPRETED, popen=interpreting) as split:
             yield Pair(split=split, reference_url=reference_url)
 
     def test_second_runner_serves_in_every_instance(self, pair: Pair) -> None:
@@ -101,7 +85,7 @@ class TestPaths(FloatSmoke):
         path, encode, prefill_decode = topology
         folder = tmp_path_factory.mktemp(path)
         asked = settings(path, encode=encode, prefill_decode=prefill_decode)
-        with simulated(folder, asked, env=ENV, popen=interpreting) as split:
+        with simulated(folder, asked, env=INTERPRETED, popen=interpreting) as split:
             yield Pair(split=split, reference_url=reference_url)
 
     def test_items_travel_by_the_path_that_was_asked_for(

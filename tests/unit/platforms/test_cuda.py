@@ -88,3 +88,39 @@ def test_memory_is_opened_on_the_device_of_its_uuid(monkeypatch: pytest.MonkeyPa
 def test_memory_of_a_device_that_is_not_visible_is_never_opened() -> None:
     with pytest.raises(UnsupportedError, match=r"uuid-7 is not visible.*CUDA_VISIBLE_DEVICES"):
         TwoGpus().open_tensor(handle(device_uuid="uuid-7"))
+
+
+class Stream:
+    """A stream with a priority, and the streams for which it waits."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.priority = priority
+        self.waits: list[Stream] = []
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, -5
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits.append(other)
+
+
+def test_steps_get_a_stream_of_highest_priority() -> None:
+    current = [Stream()]
+    runtime = SimpleNamespace(
+        Stream=Stream,
+        device_count=lambda: 1,
+        current_stream=lambda *_: current[0],
+        set_stream=lambda stream: current.__setitem__(0, stream),
+        stream=lambda stream: stream,
+    )
+    before = current[0]
+    platform = type("OneGpu", (CudaPlatform,), {"_runtime": runtime})()
+    encode: Any = platform.stream(0, "encode")
+    assert platform.stream(0, "encode") is encode
+    assert platform.stream(0) is not encode
+    assert platform.stream(0, "current") is before
+    platform.raise_current_stream()
+    assert (current[0].priority, current[0].waits) == (-5, [before])
+    assert platform.stream(0, "current") is current[0]
+    assert encode.priority == 0
