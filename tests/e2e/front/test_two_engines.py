@@ -5,11 +5,7 @@ Nothing is lost while one is away.
 
 from __future__ import annotations
 
-import itertools
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -18,6 +14,7 @@ from tests.e2e.asking import body, picture, post, text
 from tests.e2e.conftest import Split, Start
 from tests.e2e.engines import RESTART_S, process, wait_until
 from tests.kit.fronts import is_up, killed
+from tests.kit.load import Load
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
@@ -33,31 +30,19 @@ def front(start: Start) -> Split:
     return start([*settings, "front.elastic_encode=true"])
 
 
-@contextmanager
-def load(front: Split, reference_url: str) -> Iterator[list[httpx.Response]]:
-    """Let three clients send requests without a pause, and compare with plain vLLM."""
+def load(front: Split, reference_url: str) -> Load[httpx.Response]:
+    """Let three clients send requests, and compare with plain vLLM."""
     contents = [[picture(seed), ASK] for seed in range(6)] + ["Hello", "Who are you?"]
     expected = [words(post(reference_url, body(each))) for each in contents]
-    seen: list[httpx.Response] = []
-    end, number = threading.Event(), itertools.count()
 
-    def client() -> None:
-        while not end.is_set():
-            index = next(number) % len(contents)
-            reply = post(front.url, body(contents[index]))
-            seen.append(reply)
-            if reply.status_code == 200:
-                assert words(reply) == expected[index]
+    def send(number: int) -> httpx.Response:
+        index = number % len(contents)
+        reply = post(front.url, body(contents[index]))
+        if reply.status_code == 200:
+            assert words(reply) == expected[index]
+        return reply
 
-    clients = [threading.Thread(target=client) for _ in range(3)]
-    for each in clients:
-        each.start()
-    try:
-        yield seen
-    finally:
-        end.set()
-        for each in clients:
-            each.join()
+    return Load(send, clients=3, pause_s=0.0)
 
 
 def words(reply: httpx.Response) -> str:
@@ -66,11 +51,10 @@ def words(reply: httpx.Response) -> str:
 
 
 def test_requests_of_a_killed_engine_go_to_the_other(front: Split, reference_url: str) -> None:
-    with load(front, reference_url) as seen, killed(front, "prefill_decode-1"):
-        count = len(seen)
-        wait_until(lambda: len(seen) > count + 20, "the other answers")
+    with load(front, reference_url) as sending, killed(front, "prefill_decode-1"):
+        sending.wait_for(20)
     # Only requests with a first token are lost.
-    lost = [reply for reply in seen if reply.status_code != 200]
+    lost = [reply for reply in sending.seen if reply.status_code != 200]
     assert len(lost) <= 3
     assert all(reply.status_code == 503 and reply.headers["retry-after"] for reply in lost)
 
