@@ -56,9 +56,10 @@ async def test_pixels_go_to_the_encoder_and_metadata_to_the_pd(make: Make) -> No
     assert front.is_empty()
 
 
-async def test_client_transfer_params_are_dropped(make: Make) -> None:
+@pytest.mark.parametrize("name", ["ec_transfer_params", "kv_transfer_params"])
+async def test_transfer_params_of_clients_are_dropped(make: Make, name: str) -> None:
     front = make("e-0", "pd-0")
-    await front.ask(ec_transfer_params={"transfers": []}, other=1)
+    await front.ask(**{name: {"transfers": [], "do_remote_prefill": True}}, other=1)
     assert front.engines["pd-0"].last.sampling_params.extra_args == {"other": 1}
 
 

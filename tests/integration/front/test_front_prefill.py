@@ -258,12 +258,6 @@ async def test_request_without_a_decode_engine_is_refused(make: Make) -> None:
     assert not front.engines["p-0"].requests
 
 
-async def test_kv_parameters_of_clients_are_dropped(make: Make) -> None:
-    front = make("pd-0")
-    await front.ask(kv_transfer_params={"do_remote_prefill": True}, other=1)
-    assert front.engines["pd-0"].last.sampling_params.extra_args == {"other": 1}
-
-
 async def test_prompts_with_a_common_prefix_share_a_prefill_engine(make: Make) -> None:
     front = make("p-0", "p-1", "p-2", "d-0")
     for number in range(4):

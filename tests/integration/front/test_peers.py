@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.roles import Role
 from epd_portable.config.secret import Secret
+from epd_portable.demo.servers import free_port
 from epd_portable.engine import hub as hub_module
 from epd_portable.engine.hub import Hub
 from epd_portable.front import peers as peers_module
@@ -135,12 +136,6 @@ class Elsewhere:
             await self._task
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 Begin = Callable[..., Elsewhere]
 
 
@@ -205,7 +200,7 @@ def asked(name: str, *items: MultiModalFeatureSpec) -> EngineCoreRequest:
     count, placed = 0, []
     for each in items:
         length = each.mm_position.length
-        placed.append(msgspec_replace(each, PlaceholderRange(count, length)))
+        placed.append(replace(each, mm_position=PlaceholderRange(count, length)))
         count += length
     return EngineCoreRequest(
         request_id=name,
@@ -218,10 +213,6 @@ def asked(name: str, *items: MultiModalFeatureSpec) -> EngineCoreRequest:
         cache_salt=None,
         data_parallel_rank=None,
     )
-
-
-def msgspec_replace(item: MultiModalFeatureSpec, place: PlaceholderRange) -> MultiModalFeatureSpec:
-    return MultiModalFeatureSpec(item.data, item.modality, item.identifier, place, item.mm_hash)
 
 
 class Raw:
@@ -307,16 +298,27 @@ def raw() -> Iterator[Callable[..., Raw]]:
 # -- a front and an engine elsewhere --------------------------------------------------------------
 
 
+async def joined(client: SplitClient, far: Elsewhere) -> FrontEngine:
+    """Let an engine join a front; return it when it is up."""
+    await client.engines.join(far.settings)
+    await until_async(lambda: client.engines.by_name["e-far"].instance.health.usable)
+    return client.engines.by_name["e-far"]
+
+
+async def ask(client: SplitClient, far: Elsewhere, *given: MultiModalFeatureSpec) -> None:
+    """Send a request ``r``; return when the engine elsewhere has a job of it."""
+    await client.add_request_async(asked("r", *given))
+    await until_async(lambda: far.core.requests)
+
+
 @pytest.mark.parametrize("still", [True, False])
 async def test_remote_engine_gets_the_item_as_it_is(
     front: Any, elsewhere: Begin, still: bool
 ) -> None:
     client, far = front(), elsewhere()
-    await client.engines.join(far.settings)
-    await until_async(lambda: client.engines.by_name["e-far"].instance.health.usable)
+    await joined(client, far)
     item = image("A", 8, still)
-    await client.add_request_async(asked("r", item))
-    await until_async(lambda: far.core.requests)
+    await ask(client, far, item)
     (got,) = far.core.last.mm_features
     assert got.identifier == "A"
     assert {k: v.data.tolist() for k, v in got.data.items()} == {
@@ -367,11 +369,8 @@ async def test_full_engine_is_followed_by_the_next(
 
 async def test_engine_that_comes_back_gets_jobs_again(front: Any, elsewhere: Begin) -> None:
     client, far = front(), elsewhere()
-    await client.engines.join(far.settings)
-    engine = client.engines.by_name["e-far"]
-    await until_async(lambda: engine.instance.health.usable)
-    await client.add_request_async(asked("r", image("A")))
-    await until_async(lambda: far.core.requests)
+    engine = await joined(client, far)
+    await ask(client, far, image("A"))
     await far.die()
     await until_async(lambda: not engine.instance.health.healthy)
     # The item is encoded by the engine that answers: the request was sent again.
@@ -385,10 +384,8 @@ async def test_engine_that_comes_back_gets_jobs_again(front: Any, elsewhere: Beg
 
 async def test_front_that_leaves_ends_its_jobs(front: Any, elsewhere: Begin) -> None:
     client, far = front(), elsewhere()
-    await client.engines.join(far.settings)
-    await until_async(lambda: client.engines.by_name["e-far"].instance.health.usable)
-    await client.add_request_async(asked("r", image("A")))
-    await until_async(lambda: far.core.requests)
+    await joined(client, far)
+    await ask(client, far, image("A"))
     for task in client.engines._tasks:
         task.cancel()
     await until_async(lambda: not far.core.open())
@@ -401,8 +398,7 @@ async def test_engine_leaves_when_nothing_needs_it(front: Any, elsewhere: Begin)
     assert not await client.engines.join(far.settings)
     engine = client.engines.by_name["e-far"]
     await until_async(lambda: engine.instance.health.usable)
-    await client.add_request_async(asked("r", image("A")))
-    await until_async(lambda: far.core.requests)
+    await ask(client, far, image("A"))
     (shown,) = [x for x in await client.engines.seen("leave", "e-far") if x["name"] == "e-far"]
     assert (shown["state"], shown["idle"]) == ("draining", False)
     client.give_up(["r"])
@@ -412,8 +408,7 @@ async def test_engine_leaves_when_nothing_needs_it(front: Any, elsewhere: Begin)
 
 async def test_reset_reaches_remote_engine_and_weights_do_not(front: Any, elsewhere: Begin) -> None:
     client, far = front(), elsewhere()
-    await client.engines.join(far.settings)
-    await until_async(lambda: client.engines.by_name["e-far"].instance.health.usable)
+    await joined(client, far)
     await client.call_utility_async("reset_encoder_cache")
     await client.call_utility_async("pause_scheduler", "abort", True)
     assert [each[1] for each in far.core.calls if each[1] != "is_scheduler_paused"] == [
@@ -507,13 +502,6 @@ def extra_of(core: EngineCoreRequest) -> dict[str, Any]:
     return core.sampling_params.extra_args or {}
 
 
-async def joined(client: SplitClient, far: Elsewhere) -> FrontEngine:
-    """Let an engine join a front; return it when it is up."""
-    await client.engines.join(far.settings)
-    await until_async(lambda: client.engines.by_name["e-far"].instance.health.usable)
-    return client.engines.by_name["e-far"]
-
-
 @pytest.mark.parametrize("role", ["prefill", "encode-prefill"])
 async def test_remote_engine_computes_the_prompt_as_it_is(
     front: Any, elsewhere: Begin, role: Role
@@ -556,8 +544,7 @@ async def test_items_of_a_remote_prefill_job_come_from_encoders(
     )
     near.client = Played("e-0")
     near.instance.health.seen_up()
-    await client.add_request_async(asked("r", image("A")))
-    await until_async(lambda: far.core.requests)
+    await ask(client, far, image("A"))
     job, encode = far.core.last, near.client.last
     (given,) = extra_of(encode)["ec_transfer_params"]["transfers"]
     (expected,) = extra_of(job)["ec_transfer_params"]["transfers"]
@@ -590,8 +577,7 @@ async def test_full_remote_prefill_engine_is_passed_over(
 ) -> None:
     client, far = front(name="d-0"), elsewhere("prefill", max_queued_items=1)
     engine, decode = await joined(client, far), client.engines.by_name["d-0"].client
-    await client.add_request_async(asked("r"))
-    await until_async(lambda: far.core.requests)
+    await ask(client, far)
     assert engine.is_full
     if not known:  # As when other fronts have sent jobs meanwhile.
         engine.settings = msgspec.structs.replace(engine.settings, max_queued_items=2)
@@ -611,8 +597,7 @@ async def test_lost_remote_prefill_engine_leaves_the_prompt_to_decode(
 ) -> None:
     client, far = front(name="d-0"), elsewhere("prefill")
     engine, decode = await joined(client, far), client.engines.by_name["d-0"].client
-    await client.add_request_async(asked("r", image("A")))
-    await until_async(lambda: far.core.requests)
+    await ask(client, far, image("A"))
     await far.die()
     await until_async(lambda: decode.requests)
     assert extra_of(decode.last) == {}
@@ -624,8 +609,7 @@ async def test_request_that_ends_cancels_its_remote_prefill_job(
 ) -> None:
     client, far = front(name="d-0"), elsewhere("prefill")
     engine = await joined(client, far)
-    await client.add_request_async(asked("r"))
-    await until_async(lambda: far.core.requests)
+    await ask(client, far)
     client.give_up(["r"])
     await until_async(lambda: not far.core.open())
     await until_async(lambda: far.hub.jobs == engine.instance.load == 0)
@@ -778,9 +762,7 @@ def bare(item: MultiModalFeatureSpec) -> MultiModalFeatureSpec:
     """Return an item with its metadata only."""
     assert item.data is not None
     data = MultiModalKwargsItem({"image_grid_thw": item.data["image_grid_thw"]})
-    return MultiModalFeatureSpec(
-        data, item.modality, item.identifier, item.mm_position, item.mm_hash
-    )
+    return replace(item, data=data)
 
 
 async def test_bad_jobs_never_reach_the_engine(
@@ -829,8 +811,7 @@ async def test_items_of_a_store_are_not_sent_to_remote_engines(
             return {"A": StoredItem("key")}
 
     client._store = Store()
-    await client.add_request_async(asked("r", image("A")))
-    await until_async(lambda: far.core.requests)
+    await ask(client, far, image("A"))
     assert "pixel_values" in far.core.last.mm_features[0].data
     assert "ec_transfer_params" not in extra_of(far.core.last)
 

@@ -217,14 +217,6 @@ def child_of(folder: Path, *argv: str, **fields: Any) -> Child:
     return Child(spec, log_dir=folder, run_id=new_run_id(), environ=os.environ)
 
 
-def until(condition: Callable[[], object]) -> None:
-    """Wait for a condition."""
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, f"not within {DEADLINE_S:g} s"
-        time.sleep(0.01)
-
-
 def complete(run: Run, seconds: float) -> dict[str, Any]:
     """Ask for a completion that takes an engine so long; return the answer or the error."""
     body = {"model": "demo", "prompt": "x", "max_tokens": int(100 * seconds)}

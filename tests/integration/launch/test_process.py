@@ -19,8 +19,9 @@ import pytest
 
 from epd_portable.launch.run import sessions
 from epd_portable.launch.run.sessions import mapped_files, remove_unused
-from tests.integration.launch.conftest import DEADLINE_S, child_of, until
+from tests.integration.launch.conftest import DEADLINE_S, child_of
 from tests.servers import serving
+from tests.waiting import until
 
 SHOWS_CORES = """
 import os, subprocess, sys
