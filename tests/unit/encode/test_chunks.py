@@ -143,8 +143,10 @@ def order(name: str, num_embeds: int = 2 * CHUNK, seed: float = 1) -> EncodeOrde
 def encoding(tower: Tower, platform: RecordingPlatform, **more: Any) -> Iterator[ChunkEncoder]:
     copies = DeviceCopies(platform, 0)
     encoder = ChunkEncoder(tower.encode, tower.layers, copies, "tokens", **more)
-    yield encoder
-    encoder.close()
+    try:
+        yield encoder
+    finally:
+        encoder.close()
     assert not any(part._forward_pre_hooks for layer in tower.layers for part in layer.modules())
     assert "epd-encoder" not in [each.name for each in threading.enumerate()]
 
