@@ -31,7 +31,10 @@ def known_platform(name: str) -> str:
 EncodePriority = Literal["tokens", "balanced", "images"]
 """Preference of an engine that encodes and generates, see `Topology.encode_priority`."""
 
-_OF_FEW = ("store", "host_cache_bytes", "max_queued_items", "max_queued_bytes", "encode_priority")
+_OF_FEW = (
+    *("store", "host_cache_bytes", "max_queued_items", "max_queued_bytes"),
+    *("encode_priority", "overlaps"),
+)
 
 PlatformName = Annotated[str, AfterValidator(known_platform)]
 
@@ -54,6 +57,7 @@ class InstanceConfig(BaseModel):
         trusted_network: Items may leave the host unencrypted, by paths that cannot encrypt.
         can_encode: Whether the PD instance holds the vision tower and may encode locally.
         encode_priority: What the PD instance prefers while it encodes between or next to its steps.
+        overlaps: Encoding is a duty of its role: on a device it encodes next to its steps.
         host_cache_bytes: Of an encode instance: host memory for copies of encoder outputs.
         max_queued_items: Media items that it has queued or in work for others.
         store: Where encoder outputs are kept beyond instances; ``None`` for nowhere.
@@ -76,6 +80,7 @@ class InstanceConfig(BaseModel):
     trusted_network: bool = False
     can_encode: bool = True
     encode_priority: EncodePriority = "balanced"
+    overlaps: bool = False
     host_cache_bytes: int = Field(default=0, ge=0)
     max_queued_items: int = Field(default=256, ge=1)
     max_queued_bytes: int = Field(default=512 << 20, ge=1)

@@ -35,9 +35,13 @@ def overlap_of(vllm_config: VllmConfig, instance: InstanceConfig) -> Overlap:
     A thread takes turns only with the steps of vLLM's first runner, and of one rank: several would
     have to agree on the order of their collectives. Chunks have that order, unless each rank
     encodes other items. Their own stream would reorder them, so several ranks use that of the
-    steps. With priority ``images`` steps of a device encode, as vLLM's do.
+    steps. With priority ``images`` steps of a device encode, as vLLM's do; also those of an
+    instance that encodes only what no other does, and whose memory is for KV.
     """
-    found = EPD_ENCODE_OVERLAP.get() or TRAITS[instance.platform].overlap
+    found = TRAITS[instance.platform].overlap
+    if found != "turns" and not instance.overlaps:
+        found = "none"
+    found = EPD_ENCODE_OVERLAP.get() or found
     if (
         not instance.can_encode
         or vllm_config.ec_transfer_config.is_ec_producer

@@ -157,6 +157,7 @@ class Engine:
                 "pool_bytes": transfer.pool_bytes if gets_items else SMALLEST_POOL_BYTES,
                 "can_encode": topology.instances.prefill_decode.encoder,
                 "encode_priority": topology.encode_priority,
+                "overlaps": role in ENCODES,
             }
         return InstanceConfig(
             instance=self.name,

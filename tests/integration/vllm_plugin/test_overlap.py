@@ -37,6 +37,7 @@ def engine(*, ranks: int = 1, second: bool = False, mode: str = "weights", **mor
 
 
 def instance(platform: str = "npu", **more: Any) -> InstanceConfig:
+    more = {"overlaps": True, **more}
     return InstanceConfig(instance="encode_prefill_decode-0", platform=platform, **more)
 
 
@@ -48,7 +49,10 @@ def instance(platform: str = "npu", **more: Any) -> InstanceConfig:
         ("cpu", {"second": True}, {}, "", "none"),
         ("cpu", {"second": True}, {}, "chunks", "chunks"),
         ("cpu", {}, {"encode_priority": "images"}, "", "turns"),
+        ("cpu", {}, {"overlaps": False}, "", "turns"),
         ("npu", {}, {}, "", "chunks"),
+        ("npu", {}, {"overlaps": False}, "", "none"),
+        ("npu", {}, {"overlaps": False}, "chunks", "chunks"),
         ("npu", {"ranks": 2}, {}, "", "chunks"),
         ("npu", {"ranks": 2}, {}, "stream", "chunks"),
         ("npu", {"ranks": 2, "mode": "data"}, {}, "", "none"),
