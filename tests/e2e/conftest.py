@@ -78,7 +78,8 @@ class Split:
         begin_s = self.ready_s if since_s is None else since_s
         found = []
         for path in self.trace_dir.glob("*.jsonl"):
-            found += [json.loads(line) for line in path.read_text().splitlines()]
+            whole, _, _ = path.read_text().rpartition("\n")  # The last line may be half written.
+            found += [json.loads(line) for line in whole.splitlines()]
         found.sort(key=lambda event: event["t_s"])
         return [
             event for event in found if event["t_s"] >= begin_s and name in ("", event["event"])
