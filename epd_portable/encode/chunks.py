@@ -58,10 +58,12 @@ class ResumableCalls:
         self._call = call
 
     def resume(self) -> bool:
-        """Compute until the call stops or ends; return whether it has ended.
+        """Compute until the call stops or ends; return whether it has ended, also before.
 
         Raises what the call raises.
         """
+        if self._call is None:
+            return True
         if self._thread.ident is None:
             self._thread.start()
         self._resumed.release()
@@ -96,10 +98,9 @@ class ResumableCalls:
         while self._resumed.acquire() and self._call is not None:
             try:
                 self._call()
-            except CancelledCallError:
-                pass  # Its caller wants this.
             except BaseException as error:
-                self._error = error
+                if not self._cancels:  # Else its caller wants its end, by whatever error.
+                    self._error = error
             self._call = None
             self._stopped.release()
 
@@ -156,6 +157,8 @@ class ChunkEncoder(StepEncoder):
         self._output: torch.Tensor | None = None
         self._event: DeviceEvent | None = None
         """Behind the last chunk."""
+        self._step_encodes = False
+        """A step has encoded since the last chunk, with the same buffers."""
 
     def place(self, encoder_cache: dict[str, torch.Tensor], *, computes: bool = True) -> None:
         """See `StepEncoder`; queue a chunk of what was submitted."""
@@ -168,14 +171,16 @@ class ChunkEncoder(StepEncoder):
         if self._encoding is None and self._asked:
             self._begin(self._asked.pop(0))
         if self._encoding is not None:
-            embeds = self._encoding.num_embeds
+            embeds = max(1, self._encoding.num_embeds)
             self._blocks = math.inf if is_idle else max(1, self._blocks_embeds // embeds)
+            self._wait_for_step()
             self._computed = self._calls.resume()
         if self._output is None or not self._aside:
             self._end(encoder_cache)
 
     def wait(self) -> None:
         """See `StepEncoder`: vLLM's graphs of an encoder have one set of buffers."""
+        self._step_encodes |= self._aside and self._encoding is not None
         if self._aside and self._event is not None:
             self._event.wait()
 
@@ -194,6 +199,14 @@ class ChunkEncoder(StepEncoder):
         for hook in self._hooks:
             hook.remove()
 
+    def _wait_for_step(self) -> None:
+        """Let the next chunk wait for a step that has encoded by itself."""
+        if self._step_encodes:
+            self._step_encodes = False
+            encoded = self._platform.record_event()
+            with self._platform.stream(self._index, "encode"):
+                encoded.wait()
+
     def _begin(self, encoding: EncodeOrder) -> None:
         # Steps may have changed weights.
         before = self._platform.record_event() if self._aside else None
@@ -206,9 +219,14 @@ class ChunkEncoder(StepEncoder):
             with stream, torch.inference_mode():
                 if before is not None:
                     before.wait()
-                # Other ranks would wait for this one within the encoder.
                 fatal = torch.OutOfMemoryError if self._ranks > 1 else ()
                 self._output = traced(self._encode, encoding, fatal)
+                if self._output is None and self._ranks > 1 and self._block >= 0:
+                    # Other ranks have its chunks in later steps, or wait within the encoder.
+                    raise RuntimeError(
+                        f"item {encoding.mm_hash} could not be encoded by one of {self._ranks} "
+                        "ranks, which compute the same; see the error before"
+                    )
                 self._event = self._platform.record_event()
 
         self._encoding, self._computed, self._output, self._block = encoding, False, None, -1

@@ -229,11 +229,19 @@ def test_several_ranks_compute_chunks_without_tokens(
         assert list(cache) == ["a"]
 
 
-def test_rank_without_memory_ends_several(tower: Tower, platform: RecordingPlatform) -> None:
+@pytest.mark.parametrize(
+    ("seed", "message"), [(200, "a full device"), (100, "by one of 2 ranks")], ids=["memory", "any"]
+)
+def test_rank_that_fails_within_encoder_ends_several(
+    tower: Tower, platform: RecordingPlatform, seed: int, message: str
+) -> None:
     with encoding(tower, platform, ranks=2) as encoder:
-        encoder.submit(order("a", 1, seed=200))
-        with pytest.raises(torch.OutOfMemoryError, match="a full device"):
+        encoder.submit(order("a", 1, seed=seed))
+        with pytest.raises(RuntimeError, match=message):
             encoder.place({})
+        # A step that was queued before the engine ends.
+        encoder.place({})
+        assert encoder.take_ended() == ({"a"}, set())
 
 
 def test_chunk_is_behind_steps_on_its_own_stream(
@@ -274,6 +282,12 @@ def test_step_that_encodes_waits_for_chunk_on_device(
     platform.take()
     aside.wait()
     assert platform.take() == ["engine: wait 1"]
+    aside.place({})
+    # The next chunk waits for that step in turn; one after it does not.
+    assert platform.take()[:3] == ["engine: event 2", "encode: wait 2", "encode: layer 2"]
+    aside.submit(order("elk"))
+    aside.place({})
+    assert "encode: wait 2" not in platform.take()
 
 
 def test_step_that_encodes_is_not_stopped(
@@ -332,6 +346,12 @@ def test_reset_fails_items_that_are_not_placed(
         assert torch.equal(cache["new"], expected(item, tower))
 
 
+def test_item_without_embeddings_fails_alone(encoder: ChunkEncoder) -> None:
+    encoder.submit(order("empty", 0))
+    encoder.place({})
+    assert encoder.take_ended() == ({"empty"}, set())
+
+
 def test_closing_ends_an_item_halfway(tower: Tower, platform: RecordingPlatform) -> None:
     with encoding(tower, platform) as encoder:
         encoder.submit(order("owl"))
@@ -339,7 +359,8 @@ def test_closing_ends_an_item_halfway(tower: Tower, platform: RecordingPlatform)
     assert layers(platform.take()) == [0, 1]
 
 
-def test_call_is_cancelled_though_it_catches_exceptions() -> None:
+@pytest.mark.parametrize("error", [None, ValueError("while it ends")], ids=["ends", "fails"])
+def test_call_is_cancelled_though_it_catches_exceptions(error: Exception | None) -> None:
     calls = ResumableCalls("test")
     ends: list[str] = []
 
@@ -350,12 +371,15 @@ def test_call_is_cancelled_though_it_catches_exceptions() -> None:
             ends.append("caught")
         finally:
             ends.append("left")
+            if error is not None:
+                raise error
 
     calls.begin(call)
     assert not calls.resume()
     calls.cancel()
     assert ends == ["left"]
-    calls.begin(lambda: ends.append("next"))
-    assert calls.resume()
-    assert ends == ["left", "next"]
+    calls.begin(calls.stop)
+    assert [calls.resume(), calls.resume()] == [False, True], "the next call is not cancelled"
+    assert calls.resume(), "no call is left"
+    calls.close()
     calls.close()
