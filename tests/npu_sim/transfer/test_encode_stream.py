@@ -16,34 +16,14 @@ from ascend_sim.memory import delay
 from epd_portable.encode.chunks import ChunkEncoder
 from epd_portable.items.placer import EncodeOrder
 from epd_portable.platforms import registry
-from epd_portable.platforms.base import DeviceEvent
 from epd_portable.platforms.npu import NpuPlatform
 from epd_portable.transfer.copies import DeviceCopies
+from tests.npu_sim.transfer.forgetful import Forgetful
 from tests.waiting import until
 
 DELAY_US = 800_000
 SHAPE = (64, 128)
 INDEX = 0
-
-
-class Passed(DeviceEvent):
-    """An event for which nothing waits."""
-
-    def wait(self) -> None:
-        pass
-
-    def done(self) -> bool:
-        return True
-
-    def block(self) -> None:
-        pass
-
-
-class Forgetful(NpuPlatform):
-    """The platform without the order of its events."""
-
-    def record_event(self) -> DeviceEvent:
-        return Passed()
 
 
 def pinned(value: float) -> torch.Tensor:

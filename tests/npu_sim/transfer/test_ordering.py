@@ -32,32 +32,13 @@ from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 from tests.contract.pairs import Pair, Route
 from tests.contract.path_consumer import Consumer, digest
 from tests.keyring import keys
+from tests.npu_sim.transfer.forgetful import Forgetful, Passed
 
 DELAY_US = 800_000
 WIDTH = 128
 SPEC = TensorSpec(shape=(64, WIDTH), dtype="float32")
 LEASE_S = 30.0
 ENCODE_DEVICE, PREFILL_DEVICE = 0, 1
-
-
-class Passed(DeviceEvent):
-    """An event that nobody has to wait for: what stands where one was forgotten."""
-
-    def wait(self) -> None:
-        pass
-
-    def done(self) -> bool:
-        return True
-
-    def block(self) -> None:
-        pass
-
-
-class Forgetful(NpuPlatform):
-    """The platform, whose events order nothing until a test lets them."""
-
-    def record_event(self) -> DeviceEvent:
-        return Passed()
 
 
 @pytest.fixture
