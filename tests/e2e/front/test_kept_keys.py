@@ -1,4 +1,4 @@
-"""Keys of the front: HTTPS, browser origins, spans, store, trusted gateways, media by URL."""
+"""Keys of the front: HTTPS, API keys, browser origins, spans, store, gateways, media by URL."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from epd_portable.front.exchange import KEY, MAPPING
+from epd_portable.demo.pictures import QUESTIONS, QuestionKind, draw
+from epd_portable.front.exchange import KEY as GATEWAY
+from epd_portable.front.exchange import MAPPING
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.wire.params import FIELD
 from tests.certificates import make_certificate, served_certificate
-from tests.e2e.asking import body, picture, text
+from tests.e2e.asking import AUTHORIZED, KEY, body, picture, text
 from tests.e2e.collector import Collector, collecting
 from tests.e2e.conftest import Split, running
-from tests.e2e.engines import RESTART_S, instance, wait_until
+from tests.e2e.engines import RESTART_S, instance, process, wait_until
 from tests.forked import Popen
+from tests.kit.load import Load
 from tests.metrics_page import total
 from tests.servers import serving
 
@@ -63,9 +66,11 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory, fork: Popen) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("kept")
     cert, key = make_certificate(folder)
-    keys = folder / "keys"
-    keys.write_text(GATEWAY_KEY)
-    keys.chmod(0o600)
+    keys = {}
+    for name, content in {"gateway": GATEWAY_KEY, "api": KEY}.items():
+        keys[name] = folder / f"{name}-keys"
+        keys[name].write_text(content)
+        keys[name].chmod(0o600)
     site = folder / "site"
     site.mkdir()
     (site / "a.png").write_bytes(base64.b64decode(inlined(WEB_SEED).partition(",")[2]))
@@ -74,7 +79,8 @@ def served(tmp_path_factory: pytest.TempPathFactory, fork: Popen) -> Iterator[Se
         f"front.tls_cert_file={cert}",
         f"front.tls_key_file={key}",
         f"front.cors_origins={json.dumps([ORIGIN])}",
-        f"front.gateway_keys_file={keys}",
+        f"front.gateway_keys_file={keys['gateway']}",
+        f"front.api_keys_file={keys['api']}",
         "store.kind=file",
         f"store.path={folder / 'store'}",
         "store.timeout_ms=10000",
@@ -92,7 +98,8 @@ def served(tmp_path_factory: pytest.TempPathFactory, fork: Popen) -> Iterator[Se
         settings.append(f"front.tracing.endpoint={collector.endpoint}")
         with running(folder, settings, popen=fork) as split:
             url = split.url.replace("http://", "https://")
-            with httpx.Client(base_url=url, verify=trust, trust_env=False, timeout=60) as client:
+            options: Any = {"base_url": url, "verify": trust, "headers": AUTHORIZED}
+            with httpx.Client(**options, trust_env=False, timeout=60) as client:
                 yield Served(split, client, collector, f"http://{domain}", (cert, key))
 
 
@@ -175,7 +182,7 @@ def test_prometheus_reads_the_front_as_documented(served: Served, tmp_path: Path
 def test_gateway_names_the_encoder(served: Served, stream: bool) -> None:
     mapping = json.dumps({"0": "encode-0"})
     asked = {**body([picture(20 + stream), text("Describe.")]), "stream": stream}
-    headers = {KEY: GATEWAY_KEY, MAPPING: mapping}
+    headers = {GATEWAY: GATEWAY_KEY, MAPPING: mapping}
     answer = served.client.post(PATH, json=asked, headers=headers)
     assert (answer.status_code, answer.headers[MAPPING]) == (200, mapping.replace(" ", ""))
     unknown = served.client.post(PATH, json=asked, headers={**headers, MAPPING: '{"0": "x:1"}'})
@@ -259,8 +266,7 @@ def test_item_that_engines_have_forgotten_comes_from_the_store(
     first = served.client.post(PATH, json=asked).json()
     (item,) = first[FIELD]["items"]
     assert item["source"] == "transfer"
-    written = lambda: {e["mm_hash"] for e in served.split.events("store.written")}  # noqa: E731
-    wait_until(lambda: item["mm_hash"] in written(), "the item is stored")
+    wait_until_stored(served, {item["mm_hash"]})
     stored = counted_here(served)
     forget(served)
     begin_s = time.monotonic()
@@ -271,6 +277,49 @@ def test_item_that_engines_have_forgotten_comes_from_the_store(
     assert counted_here(served) == stored + 1
 
 
+def wait_until_stored(served: Served, hashes: set[str]) -> None:
+    def are_written() -> bool:
+        return hashes <= {event["mm_hash"] for event in served.split.events("store.written")}
+
+    wait_until(are_written, "the items are stored")
+
+
 def counted_here(served: Served) -> float:
     """Return how many items the front has had from the store."""
     return total(served.client.get("/metrics").text, 'epd_front_items_total{outcome="stored"}')
+
+
+def test_killed_encoder_with_store_keys_and_tls_costs_nothing(served: Served) -> None:
+    """Runs last, because the encoder need not come back for it.
+
+    Of two requests one has an item of the store, and one an item that no engine has seen.
+    """
+    stored, question = range(50, 66), QuestionKind.DESCRIBE
+
+    def send(number: int) -> tuple[int, dict[str, Any]]:
+        seed = 100 + number if number % 2 else stored[number // 2 % len(stored)]
+        response = served.client.post(PATH, json=body([picture(seed), text(QUESTIONS[question])]))
+        assert response.status_code == 200, response.text
+        reply = response.json()
+        assert reply["choices"][0]["message"]["content"] == draw(seed).scene.answer(question)
+        (item,) = reply[FIELD]["items"]
+        return number, item
+
+    def sources(load: Load[tuple[int, dict[str, Any]]]) -> list[set[str]]:
+        """Return the sources of stored items, and those of new ones."""
+        return [{item["source"] for n, item in load.seen if n % 2 == odd} for odd in (0, 1)]
+
+    wait_until_stored(served, {send(2 * n)[1]["mm_hash"] for n in range(len(stored))})
+    reset(served)
+    encoder = process(served.split.pid, "encode-0")
+    with Load(send, clients=3) as load:
+        load.wait_for(6)
+        assert sources(load) == [{"store"}, {"transfer"}]
+        encoder.kill()
+        encoder.wait(60)
+    with Load(lambda number: send(len(stored) + number), clients=3) as without:
+        without.wait_for(6)
+        wrong = {"authorization": "Bearer wrong"}
+        assert served.client.get("/v1/models", headers=wrong).status_code == 401
+    assert sources(load)[0] == {"store"}
+    assert sources(without) == [{"store"}, {"local"}]
