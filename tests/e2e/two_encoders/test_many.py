@@ -119,6 +119,27 @@ def test_wrong_secret_is_refused_with_the_reason(deployment: Deployment, tmp_pat
     assert deployment.states() == dict.fromkeys([*sorted(ENCODERS), PD], "up")
 
 
+def test_replaced_secret_counts_for_no_running_launcher(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    file = deployment.secret_file
+    used, new = file.read_text(), tmp_path / "new"
+    assert epd_launch("secret", str(new)).returncode == 0
+    try:
+        file.write_text(new.read_text())
+        refused = epd_launch(
+            "instances", "--front", deployment.split.url, "--secret-file", str(file)
+        )
+        assert "the signature is wrong: it was made with another secret_file" in refused.stderr
+        content = pictures(740)
+        answer = ask(deployment.split.url, content)
+    finally:
+        file.write_text(used)
+    deployment.compare(content, answer)
+    assert encoders_of([answer]) == ENCODERS
+    assert deployment.states() == dict.fromkeys([*sorted(ENCODERS), PD], "up")
+
+
 def test_encoder_leaves_and_joins_under_load_without_loss(
     deployment: Deployment,
 ) -> None:
