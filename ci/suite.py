@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -126,12 +127,14 @@ class Outcome:
     Attributes:
         status: Its exit status; ``None`` if it was left out.
         seconds: How long it took.
+        cpu_s: CPU seconds of its processes, without those that outlived their parents.
         why: Why it was left out.
         failed: Tests that failed, as pytest names them in its last lines.
     """
 
     status: int | None
     seconds: float = 0.0
+    cpu_s: float = 0.0
     why: str = ""
     failed: list[str] = field(default_factory=list)
 
@@ -228,7 +231,7 @@ class Suite:
                 late = self._stopped
             if late:
                 interrupt(process)
-            status = self._wait(piece, process, started)
+            status, cpu_s = self._wait(piece, process, started)
             with self._changed:
                 del self._running[piece.name]
         seconds = time.monotonic() - started
@@ -236,14 +239,22 @@ class Suite:
         say(f"{piece.name}: exit status {status} after {seconds:.0f} s\n{text}")
         lines = [line[:200] for line in text.splitlines() if line.startswith(FAILURES)]
         failed = list(dict.fromkeys(lines))  # A script may print them once more.
-        return Outcome(status=status, seconds=seconds, failed=failed if status else [])
+        failed = failed if status else []
+        return Outcome(status=status, seconds=seconds, cpu_s=cpu_s, failed=failed)
 
-    def _wait(self, piece: Piece, process: subprocess.Popen[bytes], started: float) -> int:
-        while True:
-            try:
-                return process.wait(SAYS_NOTHING_S)
-            except subprocess.TimeoutExpired:
+    def _wait(
+        self, piece: Piece, process: subprocess.Popen[bytes], started: float
+    ) -> tuple[int, float]:
+        """Return the exit status and the CPU seconds of a piece."""
+        ended = os.pidfd_open(process.pid)
+        try:
+            while not select.select([ended], [], [], SAYS_NOTHING_S)[0]:
                 say(f"{piece.name}: runs for {time.monotonic() - started:.0f} s")
+        finally:
+            os.close(ended)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        return process.returncode, used.ru_utime + used.ru_stime
 
 
 def interrupt(piece: subprocess.Popen[bytes]) -> None:
@@ -271,15 +282,15 @@ def say(text: str) -> None:
 
 def table(suite: Suite) -> list[str]:
     """Return what every piece took, and the names of the tests that failed."""
-    lines = ["seconds  piece"]
+    lines = ["seconds     CPU  piece"]
     for piece in suite.pieces:
         outcome = suite.outcomes[piece.name]
         if outcome.status is None:
-            lines.append(f"      –  {piece.name}: left out ({outcome.why})")
+            lines.append(f"      –       –  {piece.name}: left out ({outcome.why})")
             continue
         failed = f": FAILED, exit status {outcome.status}" if outcome.status else ""
-        lines.append(f"{outcome.seconds:7.0f}  {piece.name}{failed}")
-        lines += [f"           {line}" for line in outcome.failed]
+        lines.append(f"{outcome.seconds:7.0f} {outcome.cpu_s:7.0f}  {piece.name}{failed}")
+        lines += [f"                   {line}" for line in outcome.failed]
     return lines
 
 

@@ -46,6 +46,15 @@ def test_failed_piece_is_reported_and_ends_no_other(capfd: pytest.CaptureFixture
     assert "FAILED tests/x.py::test_y" in capfd.readouterr().out
 
 
+def test_cpu_time_of_child_processes_is_reported() -> None:
+    spin = "import time\nwhile time.process_time() < 0.5: pass"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spin!r}])"
+    done = run(piece("spinning", code), piece("left out", needs="spinning"))
+    assert done.outcomes["spinning"].cpu_s >= 0.5
+    cells = suite.table(done)[1].split()
+    assert cells[1:] == [f"{done.outcomes['spinning'].cpu_s:.0f}", "spinning"]
+
+
 def test_piece_waits_for_its_need_in_another_lane() -> None:
     done = run(
         piece("one", lane="a", needs="environment"),
