@@ -1,10 +1,10 @@
-"""``make test``: everything that shows that a change is right, in four lanes side by side.
+"""``make test``: everything that shows that a change is right, in three lanes side by side.
 
-Tests of engines and of simulated devices wait half of their time, and those of faults and between
-processes most of it. The rest computes. A lane of each keeps two cores busy. What a piece prints
-comes in one part, when it ends; its log is in ``.suite/``. With ``--full`` every piece runs what
-``make test`` leaves out too, which takes hours; ``--resume`` then continues where an earlier run of
-the same commit ended.
+Tests of engines take longest, one after the other, and wait half of their time. Two more lanes keep
+two cores busy: one that computes, one that mostly waits. A fourth would compute while the engines
+need the cores, and leave them alone at the end. What a piece prints comes in one part, when it
+ends; its log is in ``.suite/``. With ``--full`` every piece runs what ``make test`` leaves out too,
+which takes hours; ``--resume`` then continues where an earlier run of the same commit ended.
 
 Needs the standard library only: the environments are made by its first pieces.
 """
@@ -98,6 +98,13 @@ def pieces(*, full: bool) -> list[Piece]:
         tests("tests over vLLM", "computing", *([] if full else [MODELS]), *OVER_VLLM),
         # By one process: each of several would collect all of them, for four seconds.
         tests("unit tests", "computing", "tests/unit", *without_vllm("tests/unit")),
+        Piece(name="checks", lane="computing", argv=["ci/check.sh"]),
+        # First: other pieces need it.
+        Piece(
+            name=NPU_ENVIRONMENT,
+            lane="waiting",
+            argv=[sys.executable, "-m", "ci.make_env", "--platform", "npu-sim"],
+        ),
         tests(
             "tests without engines",
             "waiting",
@@ -105,16 +112,9 @@ def pieces(*, full: bool) -> list[Piece]:
             *without_vllm("tests/integration"),
             *WORKERS,
         ),
-        Piece(
-            name=NPU_ENVIRONMENT,
-            lane="devices",
-            argv=[sys.executable, "-m", "ci.make_env", "--platform", "npu-sim"],
-        ),
-        *(npu_piece(part, "devices") for part in parts),
         *(tests(name, "waiting", path) for name, path in faults.items()),
-        # Short: lanes that end first take them, and all end at about the same time.
-        npu_piece("faults", "devices"),
-        Piece(name="checks", lane="computing", argv=["ci/check.sh"]),
+        # The shortest last: a lane that ends first takes them, and all end at about the same time.
+        *(npu_piece(part, "waiting") for part in [*parts, "faults"]),
         *([tests("models", "computing", MODELS, *MORE_EXAMPLES)] if full else []),
         *([Piece(name="mutants", lane="computing", argv=mutants)] if full else []),
     ]
