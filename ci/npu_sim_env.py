@@ -145,8 +145,8 @@ def _install() -> None:
         # Compiled for another torch; hundreds of megabytes that cannot be loaded.
         for library in folder.rglob("*.so"):
             library.unlink()
-    # The other pair is for --full only: Python compiles what is imported of it.
-    VENV.compile(VENV.folder / "pairs" / min(OLDER_PAIRS))
+    # The older pairs are for --full only: Python compiles what is imported of them.
+    VENV.compile()
 
 
 def build_runtime(packages: Path) -> None:

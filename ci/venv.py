@@ -162,8 +162,8 @@ class Venv:
         """
         self._run_installer(self.installer.uninstall(package), f"removing {package}")
 
-    def compile(self, *more: Path) -> None:
-        """Compile to bytecode what engines and tests import, in its packages and ``more`` folders.
+    def compile(self) -> None:
+        """Compile to bytecode what engines and tests import of its packages.
 
         pip does it as it installs; uv does not, and an environment whose bytecode is missing costs
         every start where PYTHONDONTWRITEBYTECODE is set. What is compiled already stays.
@@ -172,7 +172,7 @@ class Venv:
             CommandFailedError: Python failed; a file that it cannot compile is passed over.
         """
         packages = self.site_packages
-        argv = [str(self.python), "-m", "ci.bytecode", *map(str, (packages, *more))]
+        argv = [str(self.python), "-m", "ci.bytecode", str(packages)]
         for other in sorted(self.folder.parent.glob(".venv*")):
             if other != self.folder:
                 argv += ["--like", str(other / packages.relative_to(self.folder))]
