@@ -11,6 +11,7 @@ serves that folder, and the values go there.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import logging
 import os
 import secrets
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from prometheus_client import REGISTRY, values
 from prometheus_client.metrics_core import Metric
+from prometheus_client.mmap_dict import MmapedDict
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 _PREFIX = "epd_"
+_ENDED = "ended"
+"""In the names of files in place of a process id."""
 
 
 class FolderCollector(Collector):
@@ -47,13 +51,40 @@ class FolderCollector(Collector):
         """Return each series, added up over the processes; gauges over those that run."""
         if not self._folder.is_dir():
             return ()
-        for path in self._folder.glob("gauge_live*_*.db"):
-            # An engine that was restarted would be counted again.
-            if not Path("/proc", path.stem.rpartition("_")[2]).exists():
-                path.unlink(missing_ok=True)
-        files = MultiProcessCollector(None, str(self._folder))  # type: ignore[no-untyped-call]
-        metrics: Iterable[Metric] = files.collect()  # type: ignore[no-untyped-call]
+        # Other API servers may read the folder, too.
+        with (self._folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _merge_ended(self._folder)
+            files = MultiProcessCollector(None, str(self._folder))  # type: ignore[no-untyped-call]
+            metrics: Iterable[Metric] = files.collect()  # type: ignore[no-untyped-call]
         return [metric for metric in metrics if metric.name.startswith(_PREFIX)]
+
+
+def _merge_ended(folder: Path) -> None:
+    """Merge the files of processes that have ended: each restart would leave another of each kind.
+
+    Gauges of such a process are removed, or an engine that was restarted would be counted again.
+    """
+    for path in folder.glob("*_*.db"):
+        kind, _, pid = path.stem.rpartition("_")
+        if not pid.isdecimal() or Path("/proc", pid).exists():
+            continue
+        merged = path.with_stem(f"{kind}_{_ENDED}")
+        if kind.startswith("gauge_live"):
+            path.unlink()
+        elif not merged.exists():
+            path.rename(merged)
+        else:
+            _add(path, merged)
+            path.unlink()
+
+
+def _add(path: Path, total: Path) -> None:
+    """Add the values of a file to those of another."""
+    sums = MmapedDict(str(total))  # type: ignore[no-untyped-call]
+    for key, value, when, _ in MmapedDict.read_all_values_from_file(str(path)):  # type: ignore[no-untyped-call]
+        sums.write_value(key, sums.read_value(key)[0] + value, when)  # type: ignore[no-untyped-call]
+    sums.close()  # type: ignore[no-untyped-call]
 
 
 @cache

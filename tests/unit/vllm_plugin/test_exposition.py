@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from epd_portable.vllm_plugin.exposition import FolderCollector
 from tests import warm
 
 WORKER = """
@@ -76,6 +77,22 @@ def test_page_sums_series_of_processes_and_leaves_no_folder(
     assert any(line.startswith("process_resident_memory_bytes ") for line in lines)
     assert not any("something" in line for line in lines), "not ours, and not shown before"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ended_processes_leave_one_file_of_each_kind(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "metrics"
+    for count in (1, 2, 3):
+        of_engine = {**environ, "EPD_METRICS_DIR": str(folder)}
+        ended = warm.nursery().run("-c", WORKER, env=of_engine, timeout=TIMEOUT_S)
+        assert ended.returncode == 0, ended.stderr
+        samples = [each for metric in FolderCollector(folder).collect() for each in metric.samples]
+        values = {(each.name, each.labels.get("source")): each.value for each in samples}
+        assert values["epd_encode_transfers_total", "cache"] == count
+        assert ("epd_encode_transfers_in_flight", None) not in values
+        names = {path.name for path in folder.glob("*.db")}
+        assert names == {"counter_ended.db"}
 
 
 def test_folder_that_vllm_serves_is_used_instead(environ: dict[str, str], tmp_path: Path) -> None:
