@@ -35,3 +35,12 @@ def test_requests_sent_since_a_report_count_as_waiting() -> None:
     with encoder.in_flight():
         known = encoder.reported
         assert known is not None and known.items == 4
+
+
+def test_work_of_other_fronts_replaces_their_former_report() -> None:
+    encoder = EndpointPool().add(instance_settings("e0", "encode"))
+    with encoder.encoding(0.5):
+        for jobs, seconds in ((3, 12.5), (1, 2.0), (0, 0.0)):
+            encoder.note_elsewhere(jobs, seconds)
+            assert (encoder.load, encoder.elsewhere) == (jobs, jobs)
+            assert (encoder.pending_encode_s, encoder.backlog_s) == (seconds + 0.5, seconds + 0.5)
