@@ -32,7 +32,7 @@ from epd_portable.config.problems import read_text
 from epd_portable.config.quantities import Section
 from epd_portable.errors import LaunchError, RequestError
 from epd_portable.launch.environment import child_environ, new_run_id
-from epd_portable.launch.plan.ports import port_source
+from epd_portable.launch.plan.machine import port_source
 from epd_portable.launch.plan.processes import Plan
 from epd_portable.launch.plan.request import PlanRequest
 from epd_portable.launch.run.guard import Guard

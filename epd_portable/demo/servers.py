@@ -18,8 +18,7 @@ from pydantic import JsonValue
 from epd_portable.errors import LaunchError
 from epd_portable.launch.environment import child_environ
 from epd_portable.launch.plan.engine import render_arguments, resolve_model
-from epd_portable.launch.plan.machine import has_compiler
-from epd_portable.launch.plan.ports import port_source
+from epd_portable.launch.plan.machine import has_compiler, port_source
 from epd_portable.launch.run import sessions
 from epd_portable.launch.run.logs import text_behind
 from epd_portable.platforms.traits import TRAITS
@@ -101,9 +100,7 @@ class Server:
             self._process.wait(_STOP_GRACE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-        sessions.end_processes(
-            [self._process.pid], None, grace_s=_STOP_GRACE_S, reap=self._process.poll
-        )
+        sessions.end_processes([self._process.pid], None, grace_s=_STOP_GRACE_S)
         return self._process.wait()
 
     def wait_until_ready(self) -> None:

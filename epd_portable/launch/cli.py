@@ -110,7 +110,6 @@ def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
     "--role",
     type=click.Choice([role for role in ROLES if DUTIES[role] != "decode"]),
     default="encode",
-    show_default=True,
     help="What it does for the fronts.",
 )
 @_log_dir_option

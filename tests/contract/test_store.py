@@ -16,7 +16,7 @@ import pytest
 from epd_portable.config.secret import Secret
 from epd_portable.config.store import StoreSection
 from epd_portable.errors import CorruptEntryError, StoreError, StoreFullError
-from epd_portable.launch.plan.ports import port_source
+from epd_portable.launch.plan.machine import port_source
 from epd_portable.transfer.stores.base import Entry, Store, make_store
 from epd_portable.transfer.stores.entry import Seal
 from epd_portable.wire.descriptors import DTYPE_BYTES, TensorSpec

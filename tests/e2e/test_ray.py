@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from epd_portable.launch.plan.ports import port_source
+from epd_portable.launch.plan.machine import port_source
 from epd_portable.launch.run.sessions import SHM
 from tests.e2e import asking
 from tests.kit.load import Load

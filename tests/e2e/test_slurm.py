@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from epd_portable.launch.plan.ports import port_source
+from epd_portable.launch.plan.machine import port_source
 from tests.e2e.asking import ask, picture
 from tests.e2e.cases import ASK
 from tests.e2e.engines import shared_memory

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from epd_portable.launch.plan.ports import port_source
+from epd_portable.launch.plan.machine import port_source
 from epd_portable.launch.run import sessions
 from epd_portable.transfer.pool import SHM_FOLDER
 from tests.kit.shm import ROOT, SHM_BYTES, small_shm

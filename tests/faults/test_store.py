@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from epd_portable.launch.plan.ports import port_source
+from epd_portable.launch.plan.machine import port_source
 from tests.faults.small.pictures import Picture
 from tests.faults.small.workers import WEIGHTS
 from tests.faults.topology import DEADLINE_S, Reply, Topology

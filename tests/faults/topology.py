@@ -32,7 +32,7 @@ from epd_portable.launch.plan.engine import (
     ROLE_ARGS,
     render_arguments,
 )
-from epd_portable.launch.plan.ports import is_free, port_source
+from epd_portable.launch.plan.machine import is_free, port_source
 from epd_portable.launch.run import sessions
 from tests import forked, warm
 from tests.faults import census

@@ -35,7 +35,7 @@ SCHEMA_VERSION = 1
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit statuses other than 0."""
-_HELP = {"help_option_names": ["-h", "--help"]}
+_HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 _BAD_INPUT = (ConfigError, PlatformUnavailableError, PortInUseError)
 
 EXIT_STATUSES = """Exit status: 0 done; 1 failed, or the result is negative; 2 bad input: an option,
@@ -82,7 +82,7 @@ class CommandLine(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Put the default command before options that come without one."""
-        own = (*_HELP["help_option_names"], "--version")
+        own = ("-h", "--help", "--version")
         if self._default and args and args[0].startswith("-") and args[0] not in own:
             args = [self._default, *args]
         return super().parse_args(ctx, args)

@@ -21,10 +21,10 @@ _FILE = click.Path(exists=True, dir_okay=False)
     "--front", "fronts", multiple=True, required=True, type=ServerUrl(), metavar="URL",
     help="A front; may be repeated.",
 )  # fmt: skip
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where it listens.")
-@click.option("--port", type=PORT, default=8000, show_default=True, metavar="N")
+@click.option("--host", default="127.0.0.1", help="Where it listens.")
+@click.option("--port", type=PORT, default=8000, metavar="N")
 @click.option(
-    "--drain-s", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="S",
+    "--drain-s", type=click.FloatRange(min=0), default=30.0, metavar="S",
     help="Longest time for open requests at a stop.",
 )  # fmt: skip
 @click.option(

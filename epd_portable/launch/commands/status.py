@@ -37,7 +37,7 @@ def status(as_json: bool) -> None:
     "-f", "--follow", is_flag=True, help="Follow the logs until the topology ends or Ctrl-C."
 )
 @click.option(
-    "-n", "--lines", default=20, show_default=True, type=click.IntRange(0, 100_000),
+    "-n", "--lines", default=20, type=click.IntRange(0, 100_000),
     help="Lines to show from the end of each log.",
 )  # fmt: skip
 @click.option(

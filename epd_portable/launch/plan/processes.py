@@ -17,8 +17,14 @@ from epd_portable.config.hardware import HardwareProfile
 from epd_portable.config.roles import ROLES, SENDS_KV, TAKES_KV, Role
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.engine import Engine, ModelSource
-from epd_portable.launch.plan.front import answering, as_member, engine_argv, front_argv
+from epd_portable.launch.plan.engine import (
+    Engine,
+    ModelSource,
+    answering,
+    as_member,
+    engine_argv,
+    front_argv,
+)
 from epd_portable.launch.plan.kv import KVConnector, kv_connector
 from epd_portable.launch.plan.machine import Machine
 from epd_portable.launch.plan.placement import Cores, InstancePlacement, place_instances

@@ -24,15 +24,13 @@ from epd_portable.launch.plan.machine import (
     Machine,
     allowed_cores,
     assumed_machine,
-    require_module,
-    require_shm,
-)
-from epd_portable.launch.plan.ports import (
     claim,
     own_address,
     port_source,
     ports_in_order,
     require_free,
+    require_module,
+    require_shm,
 )
 from epd_portable.launch.plan.processes import Plan, make_plan
 from epd_portable.platforms.traits import TRAITS, PlatformTraits

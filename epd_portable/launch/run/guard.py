@@ -14,8 +14,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
+from typing import IO
 
 from epd_portable.errors import LaunchError
 from epd_portable.launch.environment import child_environ, shm_prefix
@@ -27,22 +27,20 @@ class Guard:
     """The launcher's end of the guard process.
 
     At the end the files of the run in ``/dev/shm`` and its folder ``temp_dir`` are removed; ``log``
-    is a file for the output of the guard, ``sessions`` have started before it.
+    is a file for the output of the guard.
     """
 
-    def __init__(
-        self,
-        *,
-        run_id: str,
-        temp_dir: Path,
-        grace_s: float,
-        log: Path,
-        sessions: Iterable[int] = (),
-    ) -> None:
-        settings = [run_id, str(temp_dir), str(grace_s), *map(str, sessions)]
-        with open_log(log) as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "epd_portable.launch.run.guard", *settings],
+    def __init__(self, *, run_id: str, temp_dir: Path, grace_s: float, log: Path) -> None:
+        self._settings = [run_id, str(temp_dir), str(grace_s)]
+        self._log = log
+        self._sessions: set[int] = set()
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        words = [*self._settings, *map(str, self._sessions)]
+        with open_log(self._log) as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "epd_portable.launch.run.guard", *words],
                 env=child_environ(os.environ),
                 cwd="/",
                 stdin=subprocess.PIPE,
@@ -50,20 +48,24 @@ class Guard:
                 stderr=output,
                 start_new_session=True,
             )
-        assert self._process.stdin is not None
-        self._pipe = self._process.stdin
 
-    @property
-    def alive(self) -> bool:
-        """Return whether the guard still watches."""
-        return self._process.poll() is None
+    def replace_if_gone(self) -> None:
+        """Start another guard, of the same sessions, where this one has ended.
+
+        Raises:
+            LaunchError, OSError: It cannot be started.
+        """
+        if self._process.poll() is not None:
+            self._process = self._start()
 
     def watch(self, session: int) -> None:
         """Name a session that has started."""
+        self._sessions.add(session)
         self._write(f"+{session}\n")
 
     def forget(self, session: int) -> None:
         """Name a session of which nothing is left, before its number is given to another."""
+        self._sessions.discard(session)
         self._write(f"-{session}\n")
 
     def close(self, *, timeout_s: float) -> None:
@@ -73,7 +75,7 @@ class Guard:
             LaunchError: It did not end within ``timeout_s``.
         """
         with contextlib.suppress(BrokenPipeError):  # It is gone already.
-            self._pipe.close()
+            self._pipe().close()
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
@@ -82,10 +84,13 @@ class Guard:
             ) from error
 
     def _write(self, line: str) -> None:
-        # A guard that is gone is found by `alive` and replaced by one that knows every session.
-        with contextlib.suppress(BrokenPipeError):
-            self._pipe.write(line.encode())
-            self._pipe.flush()
+        with contextlib.suppress(BrokenPipeError):  # See `replace_if_gone`.
+            self._pipe().write(line.encode())
+            self._pipe().flush()
+
+    def _pipe(self) -> IO[bytes]:
+        assert self._process.stdin is not None
+        return self._process.stdin
 
 
 def main() -> None:

@@ -53,20 +53,18 @@ def end_processes(
     run_id: str | None,
     *,
     grace_s: float,
-    reap: Callable[[], object] = lambda: None,
     hurry: Callable[[], bool] = lambda: False,
 ) -> list[int]:
     """End all `members`; return the pids that even SIGKILL did not end.
 
     The first process of each session gets SIGTERM and ends its own children; children without it
-    get SIGTERM themselves. What is left after the grace gets SIGKILL, resource trackers last.
-    Meanwhile ``reap`` collects the exit status of children, and ``hurry`` may end the grace.
+    get SIGTERM themselves. What is left after the grace, which ``hurry`` may end, gets SIGKILL,
+    resource trackers last.
     """
     asked: set[int] = set()
     started = time.monotonic()
     killed_at: float | None = None
     while True:
-        reap()
         alive = members(sessions, run_id)
         now = time.monotonic()
         if not alive:

@@ -9,7 +9,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,9 +21,8 @@ from epd_portable.launch.plan.text import columns, ports_text
 from epd_portable.launch.run import sessions
 from epd_portable.launch.run.fronts import Registrar
 from epd_portable.launch.run.guard import Guard
-from epd_portable.launch.run.lifecycle import STEP_S, Lifecycle
+from epd_portable.launch.run.lifecycle import STEP_S, Child, Lifecycle
 from epd_portable.launch.run.logs import Progress, latest_line
-from epd_portable.launch.run.process import Child
 from epd_portable.launch.run.running import ProcessRecord, RunRecord, write_record
 
 NOTE_EVERY_S = 3.0
@@ -65,13 +63,12 @@ class Supervisor:
         self._temp_dir = temp_dir
         self._print = say
         self._processes: dict[str, Lifecycle] = {}
-        make = partial(Child, log_dir=log_dir, run_id=plan.run_id, environ=os.environ)
         for spec in plan.processes:
             self._processes[spec.name] = Lifecycle(
                 spec,
                 launch,
                 self._processes,
-                start=partial(self._start, make),
+                start=self._start,
                 clean_up=self._clean_up,
                 say=self._say,
             )
@@ -82,6 +79,7 @@ class Supervisor:
         self._problems_noted: dict[str, str] = {}
         self._stop_requests = 0
         self._started, self._started_s = time.time(), time.monotonic()
+        self._all_up_s: float | None = None
         self._record: RunRecord | None = None
         self._warned: set[str] = set()
 
@@ -97,11 +95,14 @@ class Supervisor:
     async def _run(self) -> None:
         stop = asyncio.Event()
         self._listen(stop)
-        self._guard = self._new_guard()
-        work = [
-            *(each.keep() for each in self._processes.values()),
-            *(self._startup(), self._look_after(), stop.wait()),
-        ]
+        self._guard = Guard(
+            run_id=self._plan.run_id,
+            temp_dir=self._temp_dir,
+            grace_s=self._launch.stop_grace_s,
+            log=self._log_dir / "guard.log",
+        )
+        keeping = [each.keep() for each in self._processes.values()]
+        work = [*keeping, self._follow_fronts(), self._look_after(), stop.wait()]
         tasks = [asyncio.ensure_future(each) for each in work]
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -113,40 +114,28 @@ class Supervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._shutdown()
 
-    async def _startup(self) -> None:
-        """Wait until all are up at their fronts, and follow these; never returns."""
+    async def _follow_fronts(self) -> None:
+        """Follow the fronts once all processes are up; never returns."""
         while any(each.state != "up" for each in self._processes.values()):
             await asyncio.sleep(STEP_S)
-        following = asyncio.ensure_future(self._registrar.follow())
-        try:
-            await self._joined(following)
-            self._phase = "serving"
-            for each in self._processes.values():
-                each.serving = True
-            self._note_problems()
-            self._say(self._ready(elapsed_s=time.monotonic() - self._started_s))
-            await following
-        finally:
-            following.cancel()
+        self._all_up_s = time.monotonic()
+        await self._registrar.follow()
 
-    async def _joined(self, following: asyncio.Future[None]) -> None:
-        """Wait until all instances are up at their fronts."""
-        limit_s = self._launch.startup_timeout_s
-        end = time.monotonic() + limit_s
-        while problems := self._registrar.problems():
-            for name, problem in problems.items():
-                if isinstance(problem, RefusedError):
-                    raise LaunchError(f"{name} cannot join: {problem}") from problem
-            if time.monotonic() >= end:
-                name, problem = next(iter(problems.items()))
+    def _have_joined(self) -> bool:
+        """Return whether all are up at their fronts; `LaunchError` if they will not be."""
+        if self._all_up_s is None:
+            return False
+        problems, limit_s = self._registrar.problems(), self._launch.startup_timeout_s
+        for name, problem in problems.items():
+            if isinstance(problem, RefusedError):
+                raise LaunchError(f"{name} cannot join: {problem}") from problem
+            if time.monotonic() >= self._all_up_s + limit_s:
                 raise LaunchError(
                     f"instances are not up at {', '.join(self._plan.joins) or 'the front'} after "
                     f"{limit_s:g} s (launch.startup_timeout_s): "
                     f"{name}{f': {problem}' if problem else ''}"
                 )
-            await asyncio.wait([following], timeout=STEP_S)
-            if following.done():
-                following.result()
+        return not problems
 
     async def _look_after(self) -> None:
         """Report the progress of a start, and keep the record and the guard; never returns."""
@@ -157,6 +146,12 @@ class Supervisor:
                 self._note_shared_memory()
             if self._phase == "serving":
                 self._note_problems()
+            elif self._have_joined():
+                self._phase = "serving"
+                for each in self._processes.values():
+                    each.serving = True
+                self._note_problems()
+                self._say(self._ready(elapsed_s=time.monotonic() - self._started_s))
             else:
                 for notice in progress.notices(self._stages(), time.monotonic()):
                     self._say(notice)
@@ -186,7 +181,6 @@ class Supervisor:
             [child.session for child in children],
             self._plan.run_id,
             grace_s=grace_s,
-            reap=lambda: [child.exit_status() for child in children],
             hurry=lambda: self._stop_requests > asked,
         )
         leaving.cancel()
@@ -217,8 +211,8 @@ class Supervisor:
         child = self._processes[name].child
         return child is not None and await child.is_ready(timeout_s=_ANSWER_S)
 
-    def _start(self, make: Callable[[ProcessSpec], Child], spec: ProcessSpec) -> Child:
-        child = make(spec)
+    def _start(self, spec: ProcessSpec) -> Child:
+        child = Child(spec, log_dir=self._log_dir, run_id=self._plan.run_id)
         self._guard.watch(child.session)
         return child
 
@@ -248,12 +242,11 @@ class Supervisor:
         self._problems_noted = found
 
     def _keep_guarded(self) -> None:
-        if not self._guard.alive:
-            try:
-                self._guard = self._new_guard()
-            except (LaunchError, OSError) as error:
-                text = "nothing would end this run if its launcher were killed, until there is a "
-                self._warn_once(f"{text}guard: {error}")
+        try:
+            self._guard.replace_if_gone()
+        except (LaunchError, OSError) as error:
+            text = "nothing would end this run if its launcher were killed, until there is a "
+            self._warn_once(f"{text}guard: {error}")
 
     def _stages(self) -> dict[str, str]:
         """Return what each process does that is not ready."""
@@ -312,15 +305,6 @@ class Supervisor:
         except OSError as error:
             # A full disk ends no topology.
             self._warn_once(f"`epd-launch status` shows this run as it was: {error}")
-
-    def _new_guard(self) -> Guard:
-        return Guard(
-            run_id=self._plan.run_id,
-            temp_dir=self._temp_dir,
-            grace_s=self._launch.stop_grace_s,
-            log=self._log_dir / "guard.log",
-            sessions=[child.session for child in self._children()],
-        )
 
     def _say(self, notice: Notice) -> None:
         # What cannot be printed, on a full disk or into a closed pipe, ends no topology, and there

@@ -23,11 +23,11 @@ import pytest
 
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.launch.environment import new_run_id
-from epd_portable.launch.plan.ports import is_free, port_source
+from epd_portable.launch.plan.machine import is_free, port_source
 from epd_portable.launch.plan.processes import ProcessSpec
 from epd_portable.launch.run import sessions
 from epd_portable.launch.run.fronts import FrontClient
-from epd_portable.launch.run.process import Child
+from epd_portable.launch.run.lifecycle import Child
 from epd_portable.launch.run.running import RUN_FOLDER
 from tests import warm
 
@@ -214,7 +214,7 @@ def spec_of(*argv: str, **fields: Any) -> ProcessSpec:
 def child_of(folder: Path, *argv: str, **fields: Any) -> Child:
     """Start such a process, whose log is in a folder."""
     spec = spec_of(*argv, **fields)
-    return Child(spec, log_dir=folder, run_id=new_run_id(), environ=os.environ)
+    return Child(spec, log_dir=folder, run_id=new_run_id())
 
 
 def complete(run: Run, seconds: float) -> dict[str, Any]:

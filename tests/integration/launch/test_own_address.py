@@ -10,7 +10,7 @@ import pytest
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--net")
 OWN_ADDRESS = (
     f"{sys.executable} -c "
-    "'from epd_portable.launch.plan.ports import own_address; print(own_address())'"
+    "'from epd_portable.launch.plan.machine import own_address; print(own_address())'"
 )
 CABLE = (
     "ip link add eth0 type veth peer name other && ip link set eth0 up && ip link set other up && "

@@ -119,7 +119,7 @@ def test_tracker_removes_shared_memory_of_a_killed_process() -> None:
     process, name = start(OWNER)
     path = Path("/dev/shm", name)
     assert path.exists()
-    assert sessions.end_processes([process.pid], None, grace_s=0.2, reap=process.poll) == []
+    assert sessions.end_processes([process.pid], None, grace_s=0.2) == []
     assert process.wait(10) == -signal.SIGKILL
     assert not path.exists()
 
@@ -136,7 +136,8 @@ def test_process_outside_its_session_is_found_by_its_run() -> None:
         assert sessions.members([], run_id) == {}
         assert bystander.poll() is None
     finally:
-        sessions.end_processes([], other, grace_s=0.0, reap=bystander.poll)
+        sessions.end_processes([], other, grace_s=0.0)
+        bystander.wait(10)
 
 
 @pytest.fixture

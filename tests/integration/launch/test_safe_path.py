@@ -14,7 +14,7 @@ from epd_portable.errors import LaunchError, PlatformUnavailableError
 from epd_portable.launch.environment import child_environ, new_run_id
 from epd_portable.launch.plan import machine
 from epd_portable.launch.run.guard import Guard
-from epd_portable.launch.run.process import Child
+from epd_portable.launch.run.lifecycle import Child
 from epd_portable.platforms.traits import TRAITS
 from tests.integration.launch.conftest import child_of
 

@@ -15,8 +15,7 @@ from epd_portable.config.schema import Launch
 from epd_portable.errors import LaunchError
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.processes import ProcessSpec
-from epd_portable.launch.run.lifecycle import Lifecycle
-from epd_portable.launch.run.process import Child
+from epd_portable.launch.run.lifecycle import Child, Lifecycle
 
 LAUNCH = Launch(startup_timeout_s=100.0, stop_grace_s=15.0, hung_after_s=30.0)
 NEVER = float("inf")

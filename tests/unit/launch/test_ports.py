@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from epd_portable.errors import ConfigError, LaunchError
-from epd_portable.launch.plan.ports import (
+from epd_portable.launch.plan.machine import (
     FIRST_PORT,
     LAST_PORT,
     is_free,
@@ -39,7 +39,7 @@ def test_port_of_a_run_is_reserved_before_it_listens() -> None:
     run_id = f"{random.randrange(1 << 32):08x}"
     mine = port_source(run_id)()
     claims = (
-        "from epd_portable.launch.plan.ports import port_source; print(port_source({run_id!r})())"
+        "from epd_portable.launch.plan.machine import port_source; print(port_source({run_id!r})())"
     )
     other = [sys.executable, "-c", claims.format(run_id=run_id)]
     found = [int(subprocess.check_output(other)) for _ in range(2)]
