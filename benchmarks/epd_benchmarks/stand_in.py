@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 
+from epd_portable.config.secret import make_secret_file
 from epd_portable.items.table import PromptItem
 from epd_portable.wire.descriptors import TensorSpec
 
@@ -88,3 +92,12 @@ class StandInRequest:
             )
             for index, feature in enumerate(self.mm_features)
         ]
+
+
+@contextlib.contextmanager
+def new_secret() -> Iterator[str]:
+    """Yield the path of a secret file, which goes with the block."""
+    with tempfile.TemporaryDirectory(prefix="epd-bench-") as folder:
+        secret_file = str(Path(folder) / "secret")
+        make_secret_file(secret_file)
+        yield secret_file

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from epd_benchmarks.console import new_secret, progress
-from epd_benchmarks.report import Report
-from epd_benchmarks.stand_in import DTYPE, WIDTH, StandInRequest
-from epd_benchmarks.stats import quantile
+from numpy import quantile
+
+from epd_benchmarks import report
+from epd_benchmarks.stand_in import DTYPE, WIDTH, StandInRequest, new_secret
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.demo.servers import free_port
 from epd_portable.items.requests import PrefillRequests
@@ -57,7 +57,7 @@ def measure(steps: int) -> list[StepCase]:
     combinations = itertools.product((1, 32), (0, 100, 1000))
     cases = [StepCase(decoding=256, items=i, waiting=w) for i, w in combinations]
     for case in cases:
-        progress(
+        report.progress(
             f"{case.decoding} requests decode, {case.items} items each; {case.waiting} wait: "
             f"{steps} steps"
         )
@@ -70,10 +70,10 @@ def measure(steps: int) -> list[StepCase]:
     return cases
 
 
-def make_report(cases: Sequence[StepCase]) -> Report:
+def make_report(cases: Sequence[StepCase]) -> report.Document:
     """Return the page of a measurement."""
-    return Report(
-        title="The package's work in a step of a prefill+decode engine",
+    return report.make_report(
+        "The package's work in a step of a prefill+decode engine",
         notes=(
             "A receiver with a real pool and control channel, no engine and no model; the loop "
             "that queries is Python's, as vLLM's is.",

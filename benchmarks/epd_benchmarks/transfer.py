@@ -7,25 +7,29 @@ disturbs all of them. Each item is copied once within one process too: the peer.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import multiprocessing
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
-from epd_benchmarks.console import new_secret, progress
-from epd_benchmarks.end_process import EndProcess, start_end
-from epd_benchmarks.report import Report, Row
-from epd_benchmarks.stand_in import TOKEN_BYTES, VALUES, Command, CommandDone
-from epd_benchmarks.stats import paired_ratio, quantile
+from numpy import quantile
+
+from epd_benchmarks import report
+from epd_benchmarks.stand_in import TOKEN_BYTES, VALUES, Command, CommandDone, new_secret
 from epd_portable.config.instance import InstanceConfig, PlatformName
 from epd_portable.config.quantities import UNITS
 from epd_portable.config.transfer import AUTO
 from epd_portable.demo.servers import free_port
-from epd_portable.errors import ConfigError
+from epd_portable.errors import ConfigError, MeasurementError
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.transfer import registry
 
@@ -34,9 +38,9 @@ ENCODE_S = (0.01, 0.0)
 """Times from the order to the output. With the first the grant is there before the output, as
 mostly in an engine; with 0 it is waited for."""
 
-_NAME = "path, size, grant"
 _START_TIMEOUT_S = 120.0
 _WAIT_TIMEOUT_S = 30.0
+_STOP_GRACE_S = 10.0
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -83,8 +87,7 @@ def choose_paths(
     described = registry.describe(platform, platform)
     reasons = {name: reason for name, usable, reason in described if not usable}
     for entry in registry.offered(AUTO, platform):
-        in_group = not entry.one_sided
-        if in_group and TRAITS[platform].needs_device_copy and devices < 2:
+        if not entry.one_sided and TRAITS[platform].needs_device_copy and devices < 2:
             reasons[entry.name] = "each of the two ends of a group needs a device of its own"
     usable = [entry.name for entry in registry.PATHS if entry.name not in reasons]
     for path in asked:
@@ -106,10 +109,10 @@ def measure(
     combinations = itertools.product(ENCODE_S, sizes, paths)
     cases = [TransferCase(path=p, nbytes=n, encode_s=s) for s, n, p in combinations]
     with new_secret() as secret_file, ExitStack() as stack:
-        progress("starting a producer and a consumer for each path")
+        report.progress("starting a producer and a consumer for each path")
         common: dict[str, Any] = {"platform": platform, "secret_file": secret_file}
         common["wait_timeout_s"] = _WAIT_TIMEOUT_S
-        pairs: dict[str, _Pair] = {}
+        pairs = {}
         for path in paths:
             producer = InstanceConfig(instance=f"producer-{path}", path=path, **common)
             consumer = InstanceConfig(
@@ -123,72 +126,103 @@ def measure(
                 can_encode=False,
                 **common,
             )
-            pairs[path] = _Pair(
-                stack.enter_context(start_end("produce", producer, os.environ)),
-                stack.enter_context(start_end("consume", consumer, os.environ)),
-                consumer,
-            )
-        for pair in pairs.values():
-            for end in (pair.producer, pair.consumer):
+            both = (("consume", consumer), ("produce", producer))
+            ends = [stack.enter_context(start_end(*each, os.environ)) for each in both]
+            pairs[path] = ends, consumer
+        for ends, _ in pairs.values():
+            for end in ends:
                 end.receive(_START_TIMEOUT_S)
         numbers = itertools.count()
         for turn in range(-WARM_UP_ROUNDS, repeat):
             begin_s = time.monotonic()
             for case in cases:
-                sent, placed = pairs[case.path].move(case, next(numbers))
+                sent, placed = _move(case, next(numbers), *pairs[case.path])
                 if turn >= 0:
                     case.add(sent, placed)
             what = f"round {turn + 1} of {repeat}" if turn >= 0 else "warm-up"
-            progress(f"{what}: {len(cases)} transfers in {time.monotonic() - begin_s:.1f} s")
+            report.progress(f"{what}: {len(cases)} transfers in {time.monotonic() - begin_s:.1f} s")
     return sorted(cases, key=lambda case: (paths.index(case.path), case.nbytes))
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
-    """The two ends of a path, in processes of `epd_benchmarks.ends`."""
+class EndProcess:
+    """A running process of `epd_benchmarks.ends`; its name is for messages."""
 
-    producer: EndProcess
-    consumer: EndProcess
-    consumer_config: InstanceConfig
+    name: str
+    pipe: Connection[Command, CommandDone]
 
-    def move(self, case: TransferCase, number: int) -> tuple[CommandDone, CommandDone]:
-        """Move one item; return the reports of the producer and of the consumer."""
-        command = Command(
-            name=f"item-{number}",
-            num_tokens=case.nbytes // TOKEN_BYTES,
-            value=number % VALUES + 1,
-            encode_s=case.encode_s,
-            consumer=self.consumer_config.control_address,
-            device=self.consumer_config.device_index,
-        )
-        for end in (self.consumer, self.producer):
-            end.send(command)
-        placed = self.consumer.receive(_WAIT_TIMEOUT_S * 2)
-        return self.producer.receive(_WAIT_TIMEOUT_S * 2), placed
+    def send(self, command: Command) -> None:
+        """Send a command; `receive` reports a process that has ended."""
+        with contextlib.suppress(BrokenPipeError):
+            self.pipe.send(command)
+
+    def receive(self, timeout_s: float) -> CommandDone:
+        """Return its reply, when it is ready and to each command; `MeasurementError` if none."""
+        if not self.pipe.poll(timeout_s):
+            raise MeasurementError(f"{self.name} did not reply in {timeout_s:g} s")
+        try:
+            return self.pipe.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise MeasurementError(f"{self.name} ended; its message is above") from error
 
 
-def describe_place(platform: PlatformName, runtime: str, devices: int) -> str:
-    """Return in a sentence where the two ends are, for `make_report`."""
-    of_devices = (
-        "both ends on device 0, the only one",
-        "producer on device 0, consumer on device 1",
+@contextlib.contextmanager
+def start_end(
+    role: str, config: InstanceConfig, env: Mapping[str, str], *, enter: Sequence[str] = ()
+) -> Iterator[EndProcess]:
+    """Start an end to ``produce`` or ``consume``, and stop it with the block.
+
+    The command ``enter`` starts it, for example in another namespace.
+    """
+    argv = [*enter, sys.executable, "-m", "epd_benchmarks.ends", role, config.model_dump_json()]
+    ours, theirs = multiprocessing.Pipe()
+    with ours:
+        with theirs:
+            process = subprocess.Popen(
+                [*argv, str(theirs.fileno())],
+                env={**env, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # Its standard error.
+                pass_fds=(theirs.fileno(),),
+                # A signal to the whole group would end it before it removes its pool.
+                start_new_session=True,
+            )
+        try:
+            yield EndProcess(config.instance, ours)
+        finally:
+            ours.close()
+            try:
+                process.wait(_STOP_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _move(
+    case: TransferCase, number: int, ends: Sequence[EndProcess], consumer: InstanceConfig
+) -> tuple[CommandDone, CommandDone]:
+    """Move one item; return the reports of the producer and of the consumer."""
+    command = Command(
+        name=f"item-{number}",
+        num_tokens=case.nbytes // TOKEN_BYTES,
+        value=number % VALUES + 1,
+        encode_s=case.encode_s,
+        consumer=consumer.control_address,
+        device=consumer.device_index,
     )
-    has_devices = TRAITS[platform].needs_device_copy
-    ends = of_devices[devices > 1] if has_devices else "both ends on its cores"
-    return f"Platform {platform} ({runtime}): {ends}."
+    for end in ends:
+        end.send(command)
+    placed, sent = (end.receive(_WAIT_TIMEOUT_S * 2) for end in ends)
+    return sent, placed
 
 
-def make_report(cases: Sequence[TransferCase], place: str, left_out: Mapping[str, str]) -> Report:
+def make_report(
+    cases: Sequence[TransferCase], place: str, left_out: Mapping[str, str]
+) -> report.Document:
     """Return the page; `left_out` are paths that were not measured, with the reason."""
-    paths = list(dict.fromkeys(case.path for case in cases))
-    tables = {"Against memcpy of the same bytes": [*map(_against_memcpy, cases)]}
-    if len(paths) > 1:
-        tables["By another path, each item by that of the same round"] = [
-            _between(case, cases, paths) for case in cases
-        ]
     reasons = "; ".join(f"{path} ({reason})" for path, reason in left_out.items())
-    return Report(
-        title="From the encoder's output to the placed tensor, by path and size",
+    return report.make_report(
+        "From the encoder's output to the placed tensor, by path and size",
         notes=(
             f"{place} Not measured: {reasons}." if reasons else place,
             "One producer and one consumer process for each path, no engine; the combinations take "
@@ -199,17 +233,18 @@ def make_report(cases: Sequence[TransferCase], place: str, left_out: Mapping[str
             "pairs with their quartiles. Other times are medians over all rounds; placing is the "
             "part since the step that places the item began.",
         ),
-        tables=tables,
-        summary={"place": place, "left_out": dict(left_out)},
+        tables={"Against memcpy of the same bytes": [*map(_against_memcpy, cases)]},
         samples=[dataclasses.asdict(case) for case in cases],
     )
 
 
-def _against_memcpy(case: TransferCase) -> Row:
+def _against_memcpy(case: TransferCase) -> report.Row:
+    # Pair by pair: disturbances of both at once cancel out.
+    ratios = [total / copy for total, copy in zip(case.total_s, case.memcpy_s, strict=True)]
     median_s = quantile(case.total_s, 0.5)
     return {
-        _NAME: str(case),
-        "ratio": str(paired_ratio(case.total_s, case.memcpy_s)),
+        "path, size, grant": str(case),
+        "ratio": report.ratio(ratios),
         "median, ms": f"{median_s * 1000:.2f}",
         "p90, ms": f"{quantile(case.total_s, 0.9) * 1000:.2f}",
         "placing, ms": f"{quantile(case.placing_s, 0.5) * 1000:.3f}",
@@ -217,12 +252,3 @@ def _against_memcpy(case: TransferCase) -> Row:
         "GB/s": f"{case.nbytes / median_s / 1e9:.3g}",
         "rounds": str(len(case.total_s)),
     }
-
-
-def _between(case: TransferCase, cases: Sequence[TransferCase], paths: Sequence[str]) -> Row:
-    """Return the row of a case by each path."""
-    row = {_NAME: str(case)} | {f"by {path}": "–" for path in paths}
-    for peer in cases:
-        if peer is not case and (peer.nbytes, peer.encode_s) == (case.nbytes, case.encode_s):
-            row[f"by {peer.path}"] = str(paired_ratio(case.total_s, peer.total_s))
-    return row

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from ci import carry, true_shapes
 from ci.first_hour import CALL_AGAIN, PIECES, REHEARSALS, TARGETS, Hour, Stage, stages
-from epd_benchmarks.load.points import read_points
+from epd_benchmarks.load.serve import read_points
 from epd_benchmarks.load.sides import read_sides
 from tests.first_hour.reference import url_of
 from tests.waiting import until

@@ -6,17 +6,20 @@ import functools
 import json
 import os
 import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from numpy import quantile
 
-from epd_benchmarks import console, report
-from epd_benchmarks.load import tables, usage
-from epd_benchmarks.load.points import Line, Point, describe_keys, read_points
-from epd_benchmarks.load.serve import bench
+from epd_benchmarks import report
+from epd_benchmarks.load import serve
+from epd_benchmarks.load import sides as load_sides
+from epd_benchmarks.load.serve import Figures, Line, Point
 from epd_benchmarks.load.sides import LoadSetting, instance_count, read_sides, share_out
-from epd_benchmarks.load.start import RunningSide, start_side
+from epd_benchmarks.report import Document, Row
 from epd_portable.config.instance import PLATFORMS, PlatformName
 from epd_portable.config.load import load_topology
 from epd_portable.config.schema import Topology
@@ -24,9 +27,6 @@ from epd_portable.errors import ConfigError, MeasurementError
 from epd_portable.launch.plan.file_checks import engine_settings
 from epd_portable.launch.plan.machine import allowed_cores, assumed_machine
 from epd_portable.platforms.traits import TRAITS
-
-WARM_UP = 4
-"""Requests before each turn, half of them with images."""
 
 HELP = f"""Compare sides under load: a topology, replicas of plain vLLM, vLLM's own example.
 
@@ -41,7 +41,7 @@ Sides, each as NAME=WHAT or WHAT; ratios are of the first by each of the others:
 
 Keys of points of load; a key that one leaves out is as in the one before it; images=1/4 and
 size=448/1024 draw one of these each time:
-{describe_keys()}
+{serve.describe_keys()}
 
 Three rates, with an image in one of ten requests, and four images in three of ten:
   epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --side replicas:2,tuned \\
@@ -66,7 +66,7 @@ Exit status: 0; 1 when something failed, or an item was not transferred; 2 on ba
     metavar="KEY=VALUE[,...]",
     help="See above.",
 )
-@click.option("--platform", type=click.Choice(PLATFORMS), default="cpu", show_default=True)
+@click.option("--platform", type=click.Choice(PLATFORMS), default="cpu")
 @click.option(
     "--set",
     "overrides",
@@ -85,18 +85,17 @@ Exit status: 0; 1 when something failed, or an item was not transferred; 2 on ba
 @click.option(
     "--seconds",
     default=60.0,
-    show_default=True,
     type=click.FloatRange(min=0.5),
     help="Window of requests, by which a rate gives their number.",
 )
-@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option("--rounds", default=3, type=click.IntRange(min=1))
 @click.option(
     "--goodput",
     multiple=True,
     metavar="KEY:MS",
     help="Limit for vllm bench serve, as in ttft:500.",
 )
-@console.json_option
+@report.json_option
 def load_command(
     *,
     side_texts: tuple[str, ...],
@@ -111,7 +110,7 @@ def load_command(
     json_file: Path | None,
 ) -> None:
     """Measure sides under load; users read `HELP`."""
-    points, sides = read_points(point_texts), read_sides(side_texts)
+    points, sides = serve.read_points(point_texts), read_sides(side_texts)
     requests = {
         (point, number): point.lines(seconds, number)
         for number in range(rounds)
@@ -126,8 +125,8 @@ def load_command(
     if traits.visible_devices_env is not None:
         most = tuple(map(str, range(max(counts.values()))))
         devices = assumed_machine(traits, os.environ).devices or most
-    turns: list[dict[str, Any]] = []
-    console.stop_at_sigterm()
+    turns: list[Figures] = []
+    report.stop_at_sigterm()
     with tempfile.TemporaryDirectory(prefix="epd-bench-") as folder:
         setting = LoadSetting(
             sides=sides,
@@ -138,17 +137,20 @@ def load_command(
             folder=Path(folder),
             upstream_proxy=proxy,
         )
-        console.progress(str(setting.allotment))
+        report.progress(str(setting.allotment))
         for number in range(rounds):
             # The first of one round is the last of the next.
             for side in sides[:: -1 if number % 2 else 1]:
-                console.progress(f"round {number + 1}: starting {side.name}")
-                with start_side(side, setting) as running:
+                report.progress(f"round {number + 1}: starting {side.name}")
+                with load_sides.start_side(side, setting) as (urls, parts):
                     for point in points:
                         lines = requests[point, number]
-                        turns.append(_turn(running, point, number, lines, setting, goodput))
-                report.write(tables.make_report(turns, setting), json_file)
-    console.finish(tables.make_report(turns, setting), json_file)
+                        found = _turn(urls, parts, point, number, lines, setting, goodput)
+                        name = {"point": point.key, "round": number, "side": side.name}
+                        turns.append(name | found)
+                        report.progress(f"{point.key}: {found['failed']} requests failed")
+                report.write(report_of(turns, setting), json_file)
+    report.finish(report_of(turns, setting), json_file)
     for turn in turns:
         if turn["failed"] or turn["untransferred"]:
             raise MeasurementError(
@@ -158,34 +160,29 @@ def load_command(
 
 
 def _turn(
-    running: RunningSide,
+    urls: Sequence[str],
+    parts: Sequence[load_sides.Part],
     point: Point,
     number: int,
     lines: list[Line],
     setting: LoadSetting,
     goodput: tuple[str, ...],
-) -> dict[str, Any]:
+) -> Figures:
     """Return the figures of one side in one round of a point."""
-    folder = setting.folder / "clients"
-    folder.mkdir(exist_ok=True)
-    clients = functools.partial(bench, running.urls, folder=folder, cores=setting.allotment.rest)
-    warm = Point(prompts=WARM_UP * len(running.urls), clients=1, share=0.5, output=8, text=20)
+    folder, cores = setting.folder, setting.allotment.rest
+    clients = functools.partial(serve.bench, urls, folder=folder, cores=cores)
+    warm = Point(prompts=4 * len(urls), clients=1, share=0.5, output=8, text=20)
     clients(warm.lines(0, -1 - number), warm, seed=0, goodput=())
-    parts = running.parts
-    counted, cpu_s = usage.read_counters(parts), usage.read_cpu_s(parts)
+    counted, cpu_s = load_sides.read_counters(parts), load_sides.read_cpu_s(parts)
     found = clients(lines, point, seed=number, goodput=goodput)
-    cpu_s = {n: max(0.0, s - cpu_s.get(n, 0.0)) for n, s in usage.read_cpu_s(parts).items()}
-    counted = usage.read_counters(parts) - counted
-    console.progress(f"{point.key}, round {number + 1}, {running.name}: {found['failed']} failed")
+    cpu_s = load_sides.read_cpu_s(parts) - cpu_s
+    counted = load_sides.read_counters(parts) - counted
     return {
-        "point": point.key,
-        "round": number,
-        "side": running.name,
         **found,
         "cpu_s": cpu_s,
-        "memory_bytes": usage.read_memory_bytes(parts),
+        "memory_bytes": load_sides.read_memory_bytes(parts),
         "counted": dict(counted),
-        "untransferred": usage.untransferred(counted),
+        "untransferred": load_sides.untransferred(counted),
     }
 
 
@@ -198,13 +195,13 @@ def _topologies(
     for side in sides:
         if side.kind == "url":
             continue
-        source = first if side.plain else side
+        source = first if side.file is None else side
         if source is None:
             raise ConfigError(
                 f"--side {side.what}: the model and engine_args are missing; add a topology, as in "
                 "--side ours=configs/1e1pd.yaml"
             )
-        settings = (*source.settings, *side.settings) if side.plain else side.settings
+        settings = (*(source.settings if source is not side else ()), *side.settings)
         found[side.name] = load_topology(
             source.file,
             platform,
@@ -212,3 +209,129 @@ def _topologies(
             checks=[functools.partial(engine_settings, TRAITS[platform])],
         )
     return found
+
+
+_COMPARED = (
+    ("all", "TTFT", "p99"),
+    ("text", "TTFT", "p99"),
+    ("images", "TTFT", "p50"),
+    ("images", "TTFT", "p99"),
+    ("all", "TPOT", "p99"),
+    ("text", "longest ITL", "p50"),
+    ("images", "E2E", "p50"),
+)
+"""By which users decide, whichever side they favour."""
+
+
+def report_of(turns: Sequence[Figures], setting: LoadSetting) -> Document:
+    """Return the report of the turns so far."""
+    first, *others = (side.name for side in setting.sides)
+    sides = (f"{side.name} ({side.what})" for side in setting.sides)
+    notes = [
+        "Ratios are the first side by another, each figure of a round by that of the same round: "
+        "below 1 the first side is sooner, or takes less; bold is a loss of the first side. Given "
+        "is the median of the rounds, with the lowest and the highest.",
+        f"{setting.allotment} Every side gets the same requests in the same round, in turns, from "
+        "vllm bench serve of the installed vLLM.",
+        "TPOT: time per token after the first. Longest ITL: the longest stall within a response. "
+        "Times are medians of the rounds.",
+    ]
+    if any(side.kind == "replicas" and side.count > 1 for side in setting.sides):
+        notes.append(
+            "Requests to replicas go to them in turns, from one process of clients each, at "
+            "intervals of a gamma distribution: their sum is a Poisson process."
+        )
+    tables = {
+        f"{first} by the other sides": [*_ratios(turns, first, others)],
+        "Times in ms: " + " / ".join(serve.QUANTILES): [*_times(turns)],
+        "Throughput of vllm bench serve, CPU time and memory": [*_usage(turns)],
+    }
+    return report.make_report(
+        f"Under load: {', '.join(sides)}",
+        notes=notes,
+        tables={title: rows for title, rows in tables.items() if rows},
+        samples=turns,
+    )
+
+
+def _each(turns: Sequence[Figures]) -> Iterator[tuple[str, list[Figures]]]:
+    for key in dict.fromkeys((turn["point"], turn["side"]) for turn in turns):
+        yield ": ".join(key), [turn for turn in turns if (turn["point"], turn["side"]) == key]
+
+
+def _time(kind: str, quantity: str, name: str) -> Callable[[Figures], float | None]:
+    return lambda turn: turn["times_s"].get(kind, {}).get(quantity, {}).get(name)
+
+
+def _cpu(turn: Figures) -> float | None:
+    return sum(turn["cpu_s"].values()) / turn["requests"]["all"] or None
+
+
+def _memory(turn: Figures) -> float | None:
+    return sum(turn["memory_bytes"].values()) or None
+
+
+def _ratios(turns: Sequence[Figures], first: str, others: Sequence[str]) -> Iterator[Row]:
+    figures = {f"{what} {name}, {kind}": _time(kind, what, name) for kind, what, name in _COMPARED}
+    figures |= {"CPU time": _cpu, "PSS": _memory}
+    for point in dict.fromkeys(turn["point"] for turn in turns):
+        by_side = {
+            side: {t["round"]: t for t in turns if (t["point"], t["side"]) == (point, side)}
+            for side in (first, *others)
+        }
+        for other in others:
+            rounds = by_side[first].keys() & by_side[other].keys()
+            if not rounds:
+                continue
+            row = {"load": point, "by": other}
+            for title, figure in figures.items():
+                pairs = [(figure(by_side[first][n]), figure(by_side[other][n])) for n in rounds]
+                row[title] = _shown([own / peer for own, peer in pairs if own and peer])
+            yield row | {"rounds": str(len(rounds))}
+
+
+def _shown(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return "–"
+    median, _, spread = report.ratio(ratios, 0.0).partition(" ")
+    return f"**{median}** {spread}" if float(median) > 1 else f"{median} {spread}"
+
+
+def _median(values: Iterable[float | None], scale: float) -> str:
+    found = [value for value in values if value is not None]
+    return f"{quantile(found, 0.5) * scale:.1f}" if found else "–"
+
+
+def _times(turns: Sequence[Figures]) -> Iterator[Row]:
+    for name, of_side in _each(turns):
+        for kind in serve.KINDS:
+            if count := sum(turn["requests"].get(kind, 0) for turn in of_side):
+                row = {"load: side: requests": f"{name}: {kind}"}
+                for quantity in serve.QUANTITIES:
+                    figures = (_time(kind, quantity, each) for each in serve.QUANTILES)
+                    row[quantity] = " / ".join(_median(map(each, of_side), 1e3) for each in figures)
+                yield row | {"requests": str(count)}
+
+
+def _usage(turns: Sequence[Figures]) -> Iterator[Row]:
+    for name, of_side in _each(turns):
+        used_s, memory = Counter[str](), Counter[str]()
+        for turn in of_side:
+            used_s.update(turn["cpu_s"])
+            memory |= Counter(turn["memory_bytes"])
+        count = sum(turn["requests"]["all"] for turn in of_side)
+        yield {
+            "load: side": name,
+            **{
+                title: _median((turn["vllm"][key] for turn in of_side), 1)
+                for title, key in (
+                    ("requests/s", "request_throughput"),
+                    ("goodput, requests/s", "request_goodput"),
+                    ("output tokens/s", "output_throughput"),
+                )
+            },
+            "failed": str(sum(turn["failed"] for turn in of_side)),
+            "CPU, ms a request": f"{sum(used_s.values()) / count * 1e3:.0f}",
+            "by process": ", ".join(f"{p} {s / count * 1e3:.0f}" for p, s in used_s.items()) or "–",
+            "PSS at most, MiB": ", ".join(f"{p} {b / 2**20:.0f}" for p, b in memory.items()) or "–",
+        }

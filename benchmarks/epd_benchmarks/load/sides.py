@@ -1,20 +1,41 @@
-"""Sides of a measurement, and the cores or devices of each: the same for all. Pure."""
+"""Sides of a measurement: their cores or devices, their start, and what their processes use.
+
+Plain vLLM, as replicas or as its own example, gets the topology's model, engine arguments and
+environment, and the same cores or devices.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from epd_benchmarks import report
+from epd_portable.config.folders import temp_folder
 from epd_portable.config.groups import Instances
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.schema import Topology
-from epd_portable.errors import ConfigError
+from epd_portable.demo import servers
+from epd_portable.demo.servers import Server
+from epd_portable.errors import ConfigError, MeasurementError
+from epd_portable.launch.plan.engine import ROLE_ARGS, cpu_env
 from epd_portable.launch.plan.placement import ranks_of
-
-EXAMPLES = "ours=configs/1e1pd.yaml, replicas:2, upstream:1E1PD, there=url:http://127.0.0.1:8000"
+from epd_portable.launch.run.lifecycle import on_cores
+from epd_portable.launch.run.running import find_runs
+from epd_portable.launch.run.sessions import SHM
+from epd_portable.platforms.traits import TRAITS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +58,6 @@ class LoadSide:
     count: int = 0
     urls: tuple[str, ...] = ()
     tuned: bool = False
-
-    @property
-    def plain(self) -> bool:
-        """Return whether it is vLLM without this package."""
-        return self.kind in ("replicas", "upstream")
 
 
 def read_side(text: str) -> LoadSide:
@@ -67,7 +83,8 @@ def read_side(text: str) -> LoadSide:
         return LoadSide(
             name=name or "ours", kind="topology", what=what, file=Path(file), settings=(*changed,)
         )
-    raise ConfigError(f"--side {text}: expected NAME=WHAT, for example {EXAMPLES}")
+    examples = "ours=configs/1e1pd.yaml, replicas:2, upstream:1E1PD, there=url:http://h:8000"
+    raise ConfigError(f"--side {text}: expected NAME=WHAT, for example {examples}")
 
 
 def read_sides(texts: Sequence[str]) -> tuple[LoadSide, ...]:
@@ -104,14 +121,9 @@ class Allotment:
 
     def __str__(self) -> str:
         """Return the cores or devices of each side, as a sentence."""
-        parts = "; ".join(
-            f"{name}: " + ", ".join("+".join(units) for units in instances)
-            for name, instances in self.units.items()
-        )
-        return (
-            f"Cores or devices of each instance: {parts or 'unknown'}; cores of clients and front "
-            f"end: {', '.join(map(str, self.rest))}."
-        )
+        each = ", ".join(f"{name}: {units}" for name, units in self.units.items()) or "unknown"
+        rest = ", ".join(map(str, self.rest))
+        return f"Cores or devices of each instance: {each}; of clients and front end: {rest}."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,3 +175,177 @@ def share_out(
         units[name] = [tuple(taken[at * each : (at + 1) * each]) for at in range(count)]
     rest = tuple(core for core in cores if devices is not None or str(core) not in taken)
     return Allotment(units=units, rest=rest or tuple(cores), binds_cores=devices is None)
+
+
+_TIMEOUT_S = 20.0
+_ITEMS = ("epd_front_items_total", "epd_pd_fallbacks_total")
+_FALLBACK = "encoded without a transfer"
+_AS_MEANT = ("encoded", "stored", "local_first", "not_needed", "cancelled")
+"""Outcomes of items with which nothing went wrong."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A part of a side, for example ``encode-0``: a process, and all below it."""
+
+    name: str
+    pid: int
+    below: bool = True
+    metrics_url: str = ""
+
+
+@contextlib.contextmanager
+def start_side(side: LoadSide, setting: LoadSetting) -> Iterator[tuple[Sequence[str], list[Part]]]:
+    """Start a side, yield its addresses and processes, and stop it at the end.
+
+    Running servers have no processes here. `LaunchError` if the side does not start.
+    """
+    if side.kind == "url":
+        yield side.urls, []
+        return
+    with ExitStack() as stack:
+        store = stack.enter_context(tempfile.TemporaryDirectory("", "epd-bench-", SHM))
+        topology = [_topology(side, setting)] if side.kind == "topology" else []
+        started = topology or plain_engines(side, setting, store)
+        for index, server in enumerate(started):
+            units = () if topology else setting.allotment.units[side.name][index]
+            with on_cores(_cores(units, setting)):
+                server.start()
+            stack.callback(server.stop)
+        for server in started:
+            server.wait_until_ready()
+        urls = [server.url for server in started]
+        if side.kind == "upstream":
+            with on_cores(frozenset(setting.allotment.rest)):
+                started.append(stack.enter_context(example_proxy(side, setting, *urls)))
+            urls = [started[-1].url]
+        plain = (Part(name=each.name.removeprefix("the "), pid=each.pid) for each in started)
+        yield urls, [*(_parts_of_topology(*topology) if topology else plain)]
+
+
+def _cores(units: Sequence[str], setting: LoadSetting) -> frozenset[int]:
+    has_devices = TRAITS[setting.platform].visible_devices_env is not None
+    return frozenset() if has_devices else frozenset(map(int, units))
+
+
+def _topology(side: LoadSide, setting: LoadSetting) -> Server:
+    assert side.file is not None
+    bound = []
+    if setting.allotment.binds_cores:
+        units = iter(setting.allotment.units[side.name])
+        for name in Instances.model_fields:
+            ranks = ranks_of(getattr(setting.topologies[side.name].instances, name))
+            cores = [int(core) for own in itertools.islice(units, ranks) for core in own]
+            bound += [f"instances.{name}.cores={cores}"] if cores else []
+    return servers.topology(
+        side.file,
+        platform=setting.platform,
+        log_dir=setting.folder / side.name / "logs",
+        settings=(*setting.settings, *side.settings, *bound),
+        report=report.progress,
+    )
+
+
+def plain_engines(side: LoadSide, setting: LoadSetting, store: str) -> list[Server]:
+    """Return the servers of plain vLLM: replicas, or the two instances of its example.
+
+    Those of the example pass encoder outputs by the folder ``store``.
+    """
+    topology, traits = setting.topologies[side.name], TRAITS[setting.platform]
+    found = []
+    for number, units in enumerate(setting.allotment.units[side.name]):
+        name, arguments = f"replica-{number}", {**topology.engine_args}
+        if side.kind == "upstream":
+            name = group = ("encode", "prefill_decode")[number]
+            arguments |= ROLE_ARGS.get(group, {}) | getattr(topology.instances, group).engine_args
+            arguments["ec_transfer_config"] = {
+                "ec_connector": "ECExampleConnector",
+                "ec_role": "ec_consumer" if number else "ec_producer",
+                "ec_connector_extra_config": {"shared_storage_path": store},
+            }
+        if traits.visible_devices_env is not None:
+            env = {traits.visible_devices_env: ",".join(units)}
+            arguments.setdefault("tensor_parallel_size", len(units))
+        elif side.tuned:
+            eager = arguments.get("enforce_eager") is True
+            env = cpu_env((tuple(_cores(units, setting)),), eager=eager)
+            arguments.setdefault("distributed_executor_backend", traits.single_rank_executor_cls)
+        else:
+            env = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(units)}
+        server = servers.one_process(
+            topology.model,
+            log=setting.folder / side.name / f"{name}.log",
+            engine_args=arguments,
+            platform=setting.platform,
+            env={**env, **topology.env},
+            report=report.progress,
+            name=name,
+        )
+        found.append(server)
+    return found
+
+
+def example_proxy(side: LoadSide, setting: LoadSetting, encode: str, prefill_decode: str) -> Server:
+    """Return the proxy of vLLM's example in front of two instances."""
+    port = servers.free_port()
+    argv = [sys.executable, str(setting.upstream_proxy), "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--encode-servers-urls", encode, "--prefill-servers-urls", "disable"]
+    return Server(
+        name="the proxy",
+        argv=[*argv, "--decode-servers-urls", prefill_decode],
+        url=f"http://127.0.0.1:{port}",
+        log=setting.folder / side.name / "proxy.log",
+    )
+
+
+def _parts_of_topology(server: Server) -> Iterator[Part]:
+    """Yield the instances, the front end, and the launcher's own processes."""
+    runs = find_runs(temp_folder())
+    for process in next(run for run in runs if run.pid == server.pid).processes:
+        assert process.pid is not None
+        # Engines behind the front have no server: its page has their counters.
+        page = f"{process.url}/metrics" if "http" in process.ports else ""
+        yield Part(name=process.name, pid=process.pid, metrics_url=page)
+    yield Part(name="launcher", pid=server.pid, below=False)
+
+
+def read_cpu_s(parts: Sequence[Part]) -> Counter[str]:
+    """Return the CPU time of each part so far."""
+    return _sums(parts, lambda process: sum(process.cpu_times()[:2]))
+
+
+def read_memory_bytes(parts: Sequence[Part]) -> Counter[str]:
+    """Return the memory of each part, shared pages divided among those who share them (PSS)."""
+    return _sums(parts, lambda process: process.memory_full_info().pss)
+
+
+def _sums(parts: Sequence[Part], figure: Callable[[psutil.Process], Any]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for part in parts:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(part.pid)
+            for process in [root, *(root.children(recursive=True) if part.below else ())]:
+                with contextlib.suppress(psutil.Error):  # It has ended.
+                    found[part.name] += figure(process)
+    return found
+
+
+def read_counters(parts: Sequence[Part]) -> Counter[str]:
+    """Return the items of a side by outcome; `MeasurementError` if its metrics are unreachable."""
+    found: Counter[str] = Counter()
+    for url in dict.fromkeys(part.metrics_url for part in parts if part.metrics_url):
+        try:
+            response = httpx.get(url, timeout=_TIMEOUT_S, trust_env=False)
+            response.raise_for_status()
+        except httpx.HTTPError as error:
+            raise MeasurementError(f"{url}: {error!r}") from error
+        for family in text_string_to_metric_families(response.text):
+            for sample in family.samples:
+                if sample.name in _ITEMS:
+                    found[sample.labels.get("outcome", _FALLBACK)] += int(sample.value)
+    return found
+
+
+def untransferred(counted: Counter[str]) -> int:
+    """Return the number of items that were not encoded or not transferred as intended."""
+    return sum(count for outcome, count in counted.items() if outcome not in _AS_MEANT)

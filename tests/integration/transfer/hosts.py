@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from epd_benchmarks.end_process import EndProcess, start_end
+from epd_benchmarks.transfer import EndProcess, start_end
 from epd_portable.config.instance import InstanceConfig
 
 ROOT = Path(__file__).parents[3]

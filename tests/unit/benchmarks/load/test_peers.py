@@ -5,8 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from epd_benchmarks.load.sides import Allotment, LoadSetting, read_side
-from epd_benchmarks.load.start import example_proxy, plain_engines
+from epd_benchmarks.load.sides import (
+    Allotment,
+    LoadSetting,
+    example_proxy,
+    plain_engines,
+    read_side,
+)
 from epd_portable.config.load import load_topology
 from epd_portable.demo.servers import Server
 from epd_portable.launch.plan.engine import resolve_model
@@ -41,7 +46,7 @@ def plain(
     platform: Any, units: tuple[str, ...], folder: Path, *overrides: str, tuned: bool
 ) -> Server:
     what = f"replicas:1{',tuned' if tuned else ''}"
-    (server,) = plain_engines(*setting_of(what, platform, [units], folder, *overrides), folder)
+    (server,) = plain_engines(*setting_of(what, platform, [units], folder, *overrides), "")
     return server
 
 
@@ -83,7 +88,7 @@ def test_the_example_has_vllms_own_connector_and_the_named_proxy(tmp_path: Path)
     override = "instances.encode.engine_args.max_num_seqs=9"
     units = [("1",), ("2",)]
     side, setting = setting_of("upstream:1E1PD,tuned", "cpu", units, tmp_path, override)
-    encode, prefill_decode = plain_engines(side, setting, tmp_path / "store")
+    encode, prefill_decode = plain_engines(side, setting, str(tmp_path / "store"))
     proxy = example_proxy(side, setting, encode.url, prefill_decode.url)
     for peer, role in ((encode, "ec_producer"), (prefill_decode, "ec_consumer")):
         assert json.loads(value(peer.argv, "--ec-transfer-config")) == {

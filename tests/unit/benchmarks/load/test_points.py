@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from epd_benchmarks.load.points import Point, has_images, read_points
-from epd_benchmarks.load.serve import figures
+from epd_benchmarks.load.serve import Point, figures, has_images, read_points
 from epd_portable.errors import ConfigError
 
 pytest.importorskip("PIL")

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from epd_benchmarks.load import usage
+from epd_benchmarks.load import sides
 from epd_benchmarks.load.sides import instance_count, read_side, read_sides, share_out
 from epd_portable.config.load import load_topology
 from epd_portable.errors import ConfigError
@@ -79,7 +79,7 @@ def test_every_side_gets_same_cores_and_rest_is_for_others() -> None:
         "one": [("2", "3", "4", "5")],
     }
     assert (found.rest, found.binds_cores) == ((0, 1), True)
-    assert str(found).endswith("cores of clients and front end: 0, 1.")
+    assert str(found).endswith("of clients and front end: 0, 1.")
     full = share_out({"ours": 2}, cores=(0, 1), devices=None)
     assert (full.units, full.rest) == ({"ours": [("0",), ("1",)]}, (0, 1))
 
@@ -118,11 +118,11 @@ def test_process_usage_is_read_until_its_end() -> None:
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
         process.stdout.readline()  # It has computed something by then.
-        part = usage.Part(name="engine-0", pid=process.pid)
-        assert usage.read_cpu_s([part])["engine-0"] > 0
-        assert usage.read_memory_bytes([part])["engine-0"] > 0
+        part = sides.Part(name="engine-0", pid=process.pid)
+        assert sides.read_cpu_s([part])["engine-0"] > 0
+        assert sides.read_memory_bytes([part])["engine-0"] > 0
         process.communicate()
-    assert usage.read_cpu_s([part]) == {}
+    assert sides.read_cpu_s([part]) == {}
 
 
 METRICS = """
@@ -143,10 +143,10 @@ def test_counters_are_summed_over_other_labels(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(httpx, "get", get)
     parts = [
-        usage.Part(name=name, pid=1, metrics_url=url)
+        sides.Part(name=name, pid=1, metrics_url=url)
         for name, url in (("a", "http://h/metrics"), ("b", ""), ("c", "http://h/metrics"))
     ]
-    found = usage.read_counters(parts)
+    found = sides.read_counters(parts)
     assert found == {"encoded": 4, "local": 2, "encoded without a transfer": 5}
-    assert usage.untransferred(found) == 7
+    assert sides.untransferred(found) == 7
     assert asked == ["http://h/metrics"]
