@@ -11,7 +11,7 @@ import click
 from epd_benchmarks import report, step, transfer
 from epd_benchmarks.load.command import load_command
 from epd_benchmarks.stand_in import TOKEN_BYTES
-from epd_portable.config.instance import PLATFORMS, PlatformName
+from epd_portable.config.instance import PLATFORMS
 from epd_portable.config.quantities import parse_size
 from epd_portable.config.transfer import PATH_NAMES
 from epd_portable.launch.commands.command_line import CommandLine
@@ -76,7 +76,7 @@ def read_sizes(context: click.Context, option: click.Parameter, texts: Sequence[
 @click.option("--repeat", default=50, type=click.IntRange(min=1), help="Measured rounds.")
 @report.json_option
 def transfer_command(
-    platform: PlatformName,
+    platform: str,
     paths: tuple[str, ...],
     sizes: list[int],
     repeat: int,

@@ -25,7 +25,7 @@ from numpy import quantile
 
 from epd_benchmarks import report
 from epd_benchmarks.stand_in import TOKEN_BYTES, VALUES, Command, CommandDone, new_secret
-from epd_portable.config.instance import InstanceConfig, PlatformName
+from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.quantities import UNITS
 from epd_portable.config.transfer import AUTO
 from epd_portable.demo.servers import free_port
@@ -99,7 +99,7 @@ def choose_paths(
 
 
 def measure(
-    paths: Sequence[str], sizes: Sequence[int], platform: PlatformName, *, devices: int, repeat: int
+    paths: Sequence[str], sizes: Sequence[int], platform: str, *, devices: int, repeat: int
 ) -> list[TransferCase]:
     """Measure every path and size ``repeat`` times, in turns, after unmeasured rounds.
 

@@ -18,16 +18,6 @@ from epd_portable.errors import ConfigError
 KIND = "EndpointPickerConfig"
 VERSIONS = ("llm-d.ai/", "inference.networking.x-k8s.io/")
 """Beginnings of the ``apiVersion`` of files of this shape."""
-ELSEWHERE = (
-    "featureGates",
-    "dataLayer",
-    "data",
-    "saturationDetector",
-    "flowControl",
-    "requestHandler",
-    "parser",
-)
-"""Sections of such files about what this front has other keys for, or needs none for."""
 MAX_PLUGINS = 64
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
@@ -60,7 +50,22 @@ class ProfileSection(Section):
     plugins: Annotated[list[PluginUse], Field(max_length=MAX_PLUGINS)]
 
 
-class ChoiceSection(Section):
+class _Elsewhere(Section):
+    """Sections of such files about what this front has other keys for, or needs none for."""
+
+    featureGates: JsonValue = None
+    dataLayer: JsonValue = None
+    data: JsonValue = None
+    saturationDetector: JsonValue = None
+    flowControl: JsonValue = None
+    requestHandler: JsonValue = None
+    parser: JsonValue = None
+
+
+ELSEWHERE = tuple(_Elsewhere.model_fields)
+
+
+class ChoiceSection(_Elsewhere):
     """A whole configuration, or the file that has it.
 
     Attributes:
@@ -73,13 +78,6 @@ class ChoiceSection(Section):
     metadata: JsonValue = None
     plugins: list[PluginSection] = Field(default=[], max_length=MAX_PLUGINS)
     schedulingProfiles: list[ProfileSection] = Field(default=[], max_length=MAX_PLUGINS)
-    featureGates: JsonValue = None
-    dataLayer: JsonValue = None
-    data: JsonValue = None
-    saturationDetector: JsonValue = None
-    flowControl: JsonValue = None
-    requestHandler: JsonValue = None
-    parser: JsonValue = None
 
     @field_validator("apiVersion")
     @classmethod

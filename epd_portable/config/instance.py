@@ -5,28 +5,17 @@ It travels as vLLM's ``ec_connector_extra_config``, so it holds plain JSON value
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from epd_portable.config.problems import in_one_line
 from epd_portable.config.store import StoreSection
 from epd_portable.errors import ConfigError
 
-PLATFORMS = ("cuda", "npu", "cpu")
+PlatformName = Literal["cuda", "npu", "cpu"]
 """Platforms, described by `epd_portable.platforms.traits`."""
-
-
-def known_platform(name: str) -> str:
-    """Return the name of a platform.
-
-    Raises:
-        ValueError: The platform is unknown; the known ones are listed.
-    """
-    if name not in PLATFORMS:
-        raise ValueError(f"unknown platform {name[:64]!r}; known are {', '.join(PLATFORMS)}")
-    return name
-
+PLATFORMS: tuple[PlatformName, ...] = get_args(PlatformName)
 
 EncodePriority = Literal["tokens", "balanced", "images"]
 """Preference of an engine that encodes and generates, see `Topology.encode_priority`."""
@@ -35,8 +24,6 @@ _OF_FEW = (
     *("store", "host_cache_bytes", "max_queued_items", "max_queued_bytes"),
     *("encode_priority", "overlaps"),
 )
-
-PlatformName = Annotated[str, AfterValidator(known_platform)]
 
 
 class InstanceConfig(BaseModel):

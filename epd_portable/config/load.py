@@ -14,7 +14,7 @@ from typing import Any
 
 from epd_portable.config.choice import with_file
 from epd_portable.config.document import KeyPath, overlaid, read_override, read_yaml
-from epd_portable.config.instance import PLATFORMS, PlatformName
+from epd_portable.config.instance import PLATFORMS
 from epd_portable.config.problems import (
     all_problems,
     by_line,
@@ -38,7 +38,7 @@ problems."""
 
 def load_topology(
     path: Path,
-    platform: PlatformName,
+    platform: str,
     *,
     overrides: Sequence[str] = (),
     checks: Sequence[Check] = (),
@@ -65,7 +65,7 @@ def load_topology(
 
 def parse_topology(
     text: str,
-    platform: PlatformName,
+    platform: str,
     *,
     overrides: Sequence[str] = (),
     source: str = "configuration",
@@ -113,7 +113,7 @@ def or_shipped(path: Path) -> Path:
 
 
 def located(
-    error: ConfigError, path: Path, platform: PlatformName, *, overrides: Sequence[str] = ()
+    error: ConfigError, path: Path, platform: str, *, overrides: Sequence[str] = ()
 ) -> ConfigError:
     """Add to an error about a file of `load_topology` the place of the key that it names."""
     data, problems = read_yaml(read_text(or_shipped(path)), str(path))

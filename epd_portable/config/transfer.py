@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Literal, get_args
 
-from pydantic import AfterValidator
-
+PathName = Literal["auto", "ipc", "shm", "nixl", "collective", "tcp"]
+"""``auto``, or a transfer path, described by `epd_portable.transfer.registry`."""
 AUTO = "auto"
-
-PATH_NAMES = ("ipc", "shm", "nixl", "collective", "tcp")
-"""Transfer paths, described by `epd_portable.transfer.registry`."""
-
-
-def _known(name: str) -> str:
-    if name in (AUTO, *PATH_NAMES):
-        return name
-    known = ", ".join((AUTO, *PATH_NAMES))
-    raise ValueError(f"unknown transfer path {name[:64]!r}; known are {known}")
-
-
-PathName = Annotated[str, AfterValidator(_known)]
-"""``auto``, or the name of a transfer path."""
+PATH_NAMES: tuple[str, ...] = get_args(PathName)[1:]

@@ -19,7 +19,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ class DeviceCollectiveGroup(CollectiveGroup):
         """Make the communicator, and use it once in both directions."""
         turn: AbstractContextManager[None] = nullcontext()
         if self._platform.turns is not None:
-            turn = self._platform.turns.with_peer(_Words(store, self.rank, deadline), deadline)
+            turn = self._platform.turns.with_peer(Words(store, self.rank, deadline), deadline)
         with self._translated(deadline), turn:
             try:
                 place = PrefixStore("tensors", store)
@@ -139,18 +139,8 @@ def _abort(held: list[Any]) -> None:
     held.clear()
 
 
-class Words(Protocol):
-    """Words between the two ranks of a group that is being made."""
-
-    def put(self, word: str) -> None:
-        """Give the peer a word; does not wait for it. An empty one ends the group."""
-
-    def get(self) -> str:
-        """Return the peer's next word; raises at the deadline, and for an empty one."""
-
-
-class _Words:
-    """`Words` by the store at which the two ranks meet."""
+class Words:
+    """Words between the two ranks of a group that is being made, by the store where they meet."""
 
     def __init__(self, store: Store, rank: int, deadline: Deadline) -> None:
         self._store = store
@@ -159,9 +149,11 @@ class _Words:
         self._put, self._got = count(), count()
 
     def put(self, word: str) -> None:
+        """Give the peer a word; does not wait for it. An empty one ends the group."""
         self._store.set(f"{self._rank}-{next(self._put)}", word)
 
     def get(self) -> str:
+        """Return the peer's next word; raises at the deadline, and for an empty one."""
         key = f"{1 - self._rank}-{next(self._got)}"
         self._store.wait([key], self._deadline.remaining())
         word = self._store.get(key).decode()

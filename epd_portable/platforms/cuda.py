@@ -86,20 +86,13 @@ class CudaPlatform(AcceleratorPlatform):
         torch.UntypedStorage._release_ipc_counter_cuda(ref_counter, offset)
 
     def _index_to_open(self, handle: ShareHandle) -> int:
-        index = self._visible_index(handle.device_uuid)
-        if index is None:
-            raise UnsupportedError(
-                f"GPU {handle.device_uuid} is not visible to this process; CUDA opens memory only "
-                "of visible devices: list it in CUDA_VISIBLE_DEVICES of both instances"
-            )
-        return index
-
-    def _visible_index(self, uuid: str) -> int | None:
-        """Return the index under which this process sees a physical device."""
         for index in range(self.device_count()):
-            if uuid and self._uuid(index) == uuid:
+            if handle.device_uuid and self._uuid(index) == handle.device_uuid:
                 return index
-        return None
+        raise UnsupportedError(
+            f"GPU {handle.device_uuid} is not visible to this process; CUDA opens memory only of "
+            "visible devices: list it in CUDA_VISIBLE_DEVICES of both instances"
+        )
 
     def _rebuild(self, arguments: tuple[Any, ...]) -> torch.Tensor:
         tensor: torch.Tensor = reductions.rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]

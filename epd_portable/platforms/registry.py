@@ -10,11 +10,6 @@ from epd_portable.platforms.base import Availability, Platform
 from epd_portable.platforms.traits import TRAITS
 
 
-def names() -> tuple[str, ...]:
-    """Return the names of all platforms, the best first; needs no torch."""
-    return tuple(TRAITS)
-
-
 def availability(name: str) -> Availability:
     """Return whether a platform can be used in this process, with the reason.
 
@@ -47,7 +42,7 @@ def get(name: str) -> Platform:
 
 def _check_name(name: str) -> None:
     if name not in TRAITS:
-        raise ConfigError(f"unknown platform {name!r}; choose one of {', '.join(names())}")
+        raise ConfigError(f"unknown platform {name!r}; choose one of {', '.join(TRAITS)}")
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 from tests.keyring import keys
 
 FINGERPRINT = "same"
-PLATFORMS = [name for name in registry.names() if registry.availability(name).ok]
+PLATFORMS = [name for name in registry.TRAITS if registry.availability(name).ok]
 PATHS = [entry.name for entry in paths.PATHS if not paths.missing(entry)]
 
 

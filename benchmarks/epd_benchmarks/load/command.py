@@ -20,7 +20,7 @@ from epd_benchmarks.load import sides as load_sides
 from epd_benchmarks.load.serve import Figures, Line, Point
 from epd_benchmarks.load.sides import LoadSetting, instance_count, read_sides, share_out
 from epd_benchmarks.report import Document, Row
-from epd_portable.config.instance import PLATFORMS, PlatformName
+from epd_portable.config.instance import PLATFORMS
 from epd_portable.config.load import load_topology
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError, MeasurementError
@@ -100,7 +100,7 @@ def load_command(
     *,
     side_texts: tuple[str, ...],
     point_texts: tuple[str, ...],
-    platform: PlatformName,
+    platform: str,
     overrides: tuple[str, ...],
     model: str | None,
     proxy: Path | None,
@@ -186,9 +186,7 @@ def _turn(
     }
 
 
-def _topologies(
-    sides: Any, platform: PlatformName, overrides: tuple[str, ...]
-) -> dict[str, Topology]:
+def _topologies(sides: Any, platform: str, overrides: tuple[str, ...]) -> dict[str, Topology]:
     """Return the topology of each side; plain vLLM gets the arguments of the first."""
     first = next((side for side in sides if side.file is not None), None)
     found = {}

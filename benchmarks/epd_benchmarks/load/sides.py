@@ -25,7 +25,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from epd_benchmarks import report
 from epd_portable.config.folders import temp_folder
 from epd_portable.config.groups import Instances
-from epd_portable.config.instance import PlatformName
 from epd_portable.config.schema import Topology
 from epd_portable.demo import servers
 from epd_portable.demo.servers import Server
@@ -137,7 +136,7 @@ class LoadSetting:
     """
 
     sides: tuple[LoadSide, ...]
-    platform: PlatformName
+    platform: str
     topologies: dict[str, Topology]
     settings: tuple[str, ...]
     allotment: Allotment

@@ -111,7 +111,10 @@ def test_a_wrong_command_line_is_answered_with_what_to_write(
         ("transfer.wait_timeout_s=5 min", "write 300"),
         ("transfer.wait_timeout_s=soon", "write a number, as in 30"),
         ("front.drain_s=.inf", "should be a finite number"),
-        ("transfer.path=rdma", "known are auto, ipc, shm, nixl, collective, tcp"),
+        (
+            "transfer.path=rdma",
+            "input should be 'auto', 'ipc', 'shm', 'nixl', 'collective' or 'tcp', got 'rdma'",
+        ),
         ("transfer.path=ipc", "write auto or shm"),
         ("instances.encode=3", "expected a mapping of count, tensor_parallel_size,"),
         ("instances.encode.env.A=1", 'put it in quotes, as "1"'),

@@ -21,7 +21,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 def test_imports_of_a_planner_leave_torch_out(module: str) -> None:
     result = run(
         f"import sys; import epd_portable.platforms.{module}; "
-        "from epd_portable.platforms.registry import names; names(); "
+        "from epd_portable.platforms.registry import TRAITS; tuple(TRAITS); "
         "print(sorted(name for name in sys.modules if name.startswith('torch')"
         " and name != 'epd_portable.platforms.torchvision_guard'))"
     )
@@ -32,7 +32,7 @@ def test_platform_probes_create_no_device_context() -> None:
     result = warm.nursery().run(
         "-c",
         "import torch; from epd_portable.platforms import registry;"
-        "[registry.availability(name) for name in registry.names()];"
+        "[registry.availability(name) for name in registry.TRAITS];"
         "print(torch.cuda.is_initialized())",
         timeout=60,
     )

@@ -28,8 +28,8 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, PlatformTraits]
 
 
 def test_every_named_platform_has_an_implementation() -> None:
-    modules = [TRAITS[name].implementation.partition(":")[0] for name in registry.names()]
-    assert modules == [f"epd_portable.platforms.{name}" for name in registry.names()]
+    modules = [TRAITS[name].implementation.partition(":")[0] for name in registry.TRAITS]
+    assert modules == [f"epd_portable.platforms.{name}" for name in registry.TRAITS]
     assert all(importlib.util.find_spec(module) for module in modules)
 
 
@@ -57,7 +57,7 @@ def test_broken_torch_is_reported_and_imported_once(tmp_path: Path) -> None:
     )
     code = (
         "from epd_portable.platforms import registry\n"
-        "print({registry.availability(name).reason for name in registry.names()})"
+        "print({registry.availability(name).reason for name in registry.TRAITS})"
     )
     result = subprocess.run(
         [sys.executable, "-c", code],
