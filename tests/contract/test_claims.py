@@ -44,9 +44,7 @@ def test_running_requests_items_are_granted_first(desk: Desk) -> None:
     assert desk.reserve() == ["c"]
 
 
-def test_request_starts_with_all_its_space_or_as_first_waiting(
-    desk: Desk,
-) -> None:
+def test_request_starts_with_all_its_space_or_as_first_waiting(desk: Desk) -> None:
     desk.claim("r", "r1", 4, 0)
     desk.claim("s", "s1", 4, 0)
     desk.claim("s", "s2", 4, 1)
@@ -63,9 +61,7 @@ def test_request_starts_with_all_its_space_or_as_first_waiting(
     assert desk.may_start("without items")
 
 
-def test_claim_order_follows_start_and_preemption_of_its_request(
-    desk: Desk,
-) -> None:
+def test_claim_order_follows_start_and_preemption_of_its_request(desk: Desk) -> None:
     desk.claim("r", "a", 6)
     desk.reserve()
     desk.claim("first", "b", 10)
@@ -79,9 +75,7 @@ def test_claim_order_follows_start_and_preemption_of_its_request(
     assert desk.reserve() == ["b"], "whoever is not running gives way to who came before"
 
 
-def test_running_request_takes_space_of_requests_not_started(
-    desk: Desk,
-) -> None:
+def test_running_request_takes_space_of_requests_not_started(desk: Desk) -> None:
     """Requests that have not started may wait for its seat."""
     for name in ("seated", "waits"):
         desk.claim(name, name, 4)
@@ -118,9 +112,7 @@ def test_present_entry_is_not_held_while_an_earlier_claim_waits(desk: Desk) -> N
     assert "here" not in desk.cache
 
 
-def test_present_entry_is_held_in_turn_without_its_transfer(
-    desk: Desk,
-) -> None:
+def test_present_entry_is_held_in_turn_without_its_transfer(desk: Desk) -> None:
     desk.claim("r", "here", 4)
     desk.reserve()
     desk.deliver("here")
@@ -224,9 +216,7 @@ def test_entries_that_occupy_no_slot_are_not_evicted_for_slots() -> None:
     assert "local" in desk.cache
 
 
-def test_item_gets_a_new_slot_after_its_former_one_was_read(
-    desk: Desk,
-) -> None:
+def test_item_gets_a_new_slot_after_its_former_one_was_read(desk: Desk) -> None:
     desk.claim("r", "a", 4)
     desk.reserve()
     desk.deliver("a")
@@ -293,9 +283,7 @@ def test_an_item_without_transfers_is_encoded_here(desk: Desk) -> None:
     desk.assert_everything_is_back()
 
 
-def test_transfer_is_dropped_while_its_item_is_encoded_locally(
-    desk: Desk,
-) -> None:
+def test_transfer_is_dropped_while_its_item_is_encoded_locally(desk: Desk) -> None:
     desk.claim_local("r", "a", 6)
     desk.reserve()
     desk.claim("s", "a", 6)
@@ -436,9 +424,7 @@ def test_running_request_gives_no_space_to_a_waiting_one(desk: Desk) -> None:
     assert desk.may_encode("first")
 
 
-def test_last_of_the_waiting_requests_gives_way_first(
-    desk: Desk,
-) -> None:
+def test_last_of_the_waiting_requests_gives_way_first(desk: Desk) -> None:
     for name in ("first", "second", "third"):
         desk.claim(name, name, 3)
     assert desk.reserve() == ["first", "second", "third"]
@@ -518,9 +504,7 @@ def test_item_larger_than_the_cache_is_refused_at_once(desk: Desk) -> None:
     assert desk.cache.fits_at_all(10), "encoded here, it needs no slot"
 
 
-def test_item_without_media_is_retained_while_space_is_freed(
-    desk: Desk,
-) -> None:
+def test_item_without_media_is_retained_while_space_is_freed(desk: Desk) -> None:
     desk.claim("q", "e", 4)
     for input_id, name in enumerate(("a", "c", "a")):
         desk.claim("r", name, 4, input_id, metadata_only=True)
@@ -542,9 +526,7 @@ def test_item_without_media_is_retained_while_space_is_freed(
     desk.assert_everything_is_back()
 
 
-def test_item_without_media_is_retained_before_others_compute(
-    desk: Desk,
-) -> None:
+def test_item_without_media_is_retained_before_others_compute(desk: Desk) -> None:
     desk.claim("q", "e", 4)
     for input_id, name in enumerate(("a", "c", "a")):
         desk.claim("r", name, 4, input_id, metadata_only=True)

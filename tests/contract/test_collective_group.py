@@ -174,9 +174,7 @@ def test_the_sender_may_overwrite_its_tensor_when_send_returns(
     assert torch.equal(received.cpu(), torch.ones(1 << 18))
 
 
-def test_rank_closing_after_a_call_does_not_abort_others(
-    make: MakeGroups,
-) -> None:
+def test_rank_closing_after_a_call_does_not_abort_others(make: MakeGroups) -> None:
     def send_and_leave(group: CollectiveGroup, tensor: torch.Tensor) -> None:
         group.send(tensor, AMPLE_S)
         group.close()
@@ -293,9 +291,7 @@ def test_a_closed_group_refuses_calls_and_says_why(
 
 
 @on_gloo
-def test_missed_deadline_closes_the_group_at_both_ends(
-    ranks: Sequence[CollectiveGroup],
-) -> None:
+def test_missed_deadline_closes_the_group_at_both_ends(ranks: Sequence[CollectiveGroup]) -> None:
     with pytest.raises(TransportTimeoutError):
         ranks[0].recv(four(ranks[0]), SHORT_S)
     with pytest.raises(TransportError, match="is closed"):

@@ -97,9 +97,7 @@ def test_killed_peer_is_an_error_at_the_deadline(
 
 
 @pytest.mark.needs_npu
-def test_npu_groups_end_before_a_failed_ones_stream_is_reused(
-    host: RendezvousHost,
-) -> None:
+def test_npu_groups_end_before_a_failed_ones_stream_is_reused(host: RendezvousHost) -> None:
     platform = NpuPlatform()
     with peer("npu", host, "while sending") as process:
         where = Rendezvous(host="127.0.0.1", port=host.port, name="pair", rank=0)

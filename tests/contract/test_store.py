@@ -354,9 +354,7 @@ def test_removed_entries_are_not_counted(server: RedisServer, tmp_path: Path) ->
 
 
 @pytest.mark.needs_redis
-def test_foreign_file_in_place_of_a_head_harms_no_other_entry(
-    server: RedisServer,
-) -> None:
+def test_foreign_file_in_place_of_a_head_harms_no_other_entry(server: RedisServer) -> None:
     store = make_store(server.section(timeout_ms=60000))
     with server.client() as client:
         client.flushall()

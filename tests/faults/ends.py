@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from epd_portable.encode.sender import Sender
 from tests.contract.pairs import Pair, Route
-from tests.kit.encode_side import make_sender, order, output
+from tests.kit.encode_side import CountedSender, make_sender, order, output
 from tests.kit.ends import PrefillSide
 
 Close = Callable[[Callable[[], None]], object]
@@ -29,7 +28,7 @@ def consumer(path: str, address: str, close: Close, **options: Any) -> PrefillSi
     return made
 
 
-def producer(path: str, close: Close, **options: float) -> Sender:
+def producer(path: str, close: Close, **options: float) -> CountedSender:
     """Return the sender of an encode worker, which is closed at the end; `FAST` by default."""
     made = make_sender(path, **{**FAST, **options})
     close(made.close)
@@ -37,7 +36,7 @@ def producer(path: str, close: Close, **options: float) -> Sender:
 
 
 def deliver(
-    pd: PrefillSide, sender: Sender, address: str, items: Mapping[str, int], seed: int
+    pd: PrefillSide, sender: CountedSender, address: str, items: Mapping[str, int], seed: int
 ) -> dict[str, str]:
     """Deliver items, encoded at random moments, until every request has been served.
 
@@ -75,11 +74,11 @@ def deliver(
     return sources
 
 
-def settle(pd: PrefillSide, sender: Sender) -> None:
+def settle(pd: PrefillSide, sender: CountedSender) -> None:
     """Step until neither end keeps anything; an undelivered item may be kept for its deadline."""
     end_s = time.monotonic() + DEADLINE_S
     while True:
-        kept = pd.kept() | {"sent": len(sender._session) + len(sender._inbox)}
+        kept = pd.kept() | {"sent": sender.in_flight}
         left = {name: count for name, count in kept.items() if count}
         if not left:
             return

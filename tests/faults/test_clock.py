@@ -42,9 +42,7 @@ def test_wall_clock_decides_ages_and_dates_only() -> None:
     assert found <= set(ASKS_THE_WALL_CLOCK)
 
 
-def test_topology_works_under_wall_clock_jumps(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_topology_works_under_wall_clock_jumps(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Every call of ``time.time`` is up to a day wrong, in another way each time.
 
     The launcher is killed while requests are under way: its guard leaves nothing.

@@ -16,6 +16,8 @@ import torch
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.encode.producer import TransferOrder
 from epd_portable.encode.sender import Sender
+from epd_portable.encode.store_writer import StoreWriter
+from epd_portable.items.metrics import SenderMetrics
 from epd_portable.platforms import registry
 from epd_portable.transfer.copies import DeviceCopies
 from epd_portable.wire import codec, messages
@@ -43,13 +45,34 @@ def order(transfer_id: str, mm_hash: str, consumer: str, num_tokens: int) -> Tra
     )
 
 
+class CountedSender(Sender):
+    """A sender whose metrics a test can read."""
+
+    def __init__(
+        self,
+        config: InstanceConfig,
+        copies: DeviceCopies,
+        fingerprint: str = FINGERPRINT,
+        store: StoreWriter | None = None,
+    ) -> None:
+        self.metrics = SenderMetrics()
+        super().__init__(config, fingerprint, copies, self.metrics, store)
+
+    @property
+    def in_flight(self) -> int:
+        """Transfers that have not ended."""
+        value = self.metrics.registry.get_sample_value("epd_encode_transfers_in_flight")
+        assert value is not None
+        return int(value)
+
+
 def make_sender(
     path: str,
     wait_timeout_s: float = TIMEOUT_S,
     platform: str = "cpu",
     name: str = "encode-0",
     lease_s: float = LEASE_S,
-) -> Sender:
+) -> CountedSender:
     """Return the sender of an encode worker on the first device."""
     config = InstanceConfig(
         instance=name,
@@ -60,7 +83,7 @@ def make_sender(
         secret_file=secret_file(),
     )
     registry.get(platform).set_device(0)
-    return Sender(config, FINGERPRINT, DeviceCopies(registry.get(platform)))
+    return CountedSender(config, DeviceCopies(registry.get(platform)))
 
 
 def use_protocol(version: int) -> None:

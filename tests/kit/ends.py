@@ -136,8 +136,12 @@ class PrefillSide:
 
     def granted(self, transfer_id: str) -> bool:
         """Return whether a producer may write by this transfer."""
-        transfer = self.shell._transfers._transfers.get(transfer_id)
-        return transfer is not None and transfer.grant is not None
+        items = self.cache.items.values()
+        return any(
+            name == transfer_id and each.grant is not None
+            for item in items
+            for name, each in item.transfers.items()
+        )
 
     def step(self) -> None:
         with self.shell.lock:
@@ -199,12 +203,10 @@ class PrefillSide:
         """Return what is still kept when nothing is under way and the cache is emptied."""
         self.cache.reset()
         self.step()
-        session = self.shell._transfers
         counts = {
             "bytes": self.pool_bytes - self.free_bytes,
             "embeddings": self.cache.cache_size - self.cache.num_free_slots,
-            "transfers": len(session._transfers),
-            "quarantined": len(session._quarantine),
+            "transfers": sum(len(item.transfers) for item in self.cache.items.values()),
             "outputs": len(self.encoder_cache),
         }
         return {name: count for name, count in counts.items() if count}

@@ -180,7 +180,7 @@ def test_decoded_messages_are_harmless_at_both_ends(data: list[bytes], sender: b
             pd.step()
     pd.clock.now += 1e5
     pd.step()
-    assert not pd.shell._transfers._transfers
+    assert not any(item.transfers for item in pd.cache.items.values())
     for claim in pd.shell.cache.requests["r"].claims.values():
         assert claim.item.is_here or not claim.item.transfers
 

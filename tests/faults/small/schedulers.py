@@ -170,7 +170,7 @@ class EncodeScheduler(Scheduler):
     def state(self) -> dict[str, int]:
         dispatcher = self._dispatcher
         return {
-            "waiting": len(dispatcher._waiting),
+            "busy": int(dispatcher.busy),
             "sending": len(dispatcher.kept()),
         }
 
@@ -260,16 +260,13 @@ class PDScheduler(Scheduler):
 
     def state(self) -> dict[str, int]:
         shell = self._shell
-        session, cache = shell._transfers, shell.cache
         return {
             "pool.used": shell.pool.capacity_bytes - shell.pool.free_bytes,
-            "waiting": int(any(each.is_pending for each in cache.requests.values())),
+            "waiting": int(any(each.is_pending for each in self.cache.requests.values())),
             "resident": len(shell.pool.resident),
             "retiring": len(shell.pool.retiring),
-            "transfers": len(session._transfers),
-            "early": len(session._early),
-            "quarantined": len(session._quarantine),
-            "records": len(shell.cache.requests),
+            "transfers": sum(len(item.transfers) for item in self.cache.items.values()),
+            "records": len(self.cache.requests),
         }
 
 

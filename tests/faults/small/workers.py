@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.encode.sender import Sender
 from epd_portable.encode.store_writer import open_writer
 from epd_portable.items.placer import Placer
 from epd_portable.log import trace
@@ -20,6 +19,7 @@ from epd_portable.transfer.stores.entry import namespace_of
 from epd_portable.transfer.worker_endpoint import WorkerEndpoint
 from tests.faults.small.pictures import digest
 from tests.faults.small.steps import Done, Step
+from tests.kit.encode_side import CountedSender
 
 FINGERPRINT = "small"
 WEIGHTS = "EPD_TEST_WEIGHTS"
@@ -52,7 +52,7 @@ class EncodeWorker:
 
     def __init__(self, config: InstanceConfig, copies: DeviceCopies) -> None:
         self._store = open_writer(config, namespace_of(config, fingerprint))
-        self._sender = Sender(config, fingerprint(), copies, store=self._store)
+        self._sender = CountedSender(config, copies, fingerprint(), self._store)
         self._cache: dict[str, torch.Tensor] = {}
 
     def step(self, step: Step) -> Done:
@@ -67,7 +67,7 @@ class EncodeWorker:
         unwritten = self._store._waiting_bytes if self._store else 0
         state = {
             "unwritten": unwritten,
-            "transfers": len(sender._session),
+            "transfers": sender.in_flight,
             "items": len(self._cache),
         }
         return Done([], sender.progress.take_ended(), state)

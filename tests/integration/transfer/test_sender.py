@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +15,19 @@ import zmq
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.encode import writers as writers_module
-from epd_portable.encode.sender import _IDLE_POLL_S, Sender
+from epd_portable.encode.producer import ProducerSession
+from epd_portable.encode.sender import Sender
 from epd_portable.errors import PlatformError, TransportError
+from epd_portable.transfer.control import ControlClients
 from epd_portable.transfer.copies import DeviceCopies
-from epd_portable.transfer.paths.base import PathWriter
+from epd_portable.transfer.paths.mapped import ShmWriter
 from tests.contract.pairs import Pair, Route
 from tests.held_device import HeldPlatform
 from tests.keyring import secret_file
 from tests.kit.encode_side import (
     FINGERPRINT,
     LEASE_S,
+    CountedSender,
     make_sender,
     order,
     output,
@@ -38,7 +42,7 @@ pytestmark = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def sender(path: str) -> Iterator[Sender]:
+def sender(path: str) -> Iterator[CountedSender]:
     made = make_sender(path)
     yield made
     made.close()
@@ -49,13 +53,13 @@ def pd(make_pd: Callable[..., PrefillSide]) -> PrefillSide:
     return make_pd()
 
 
-def begin(sender: Sender, pd: PrefillSide, request: str = "r", name: str = "cat") -> None:
+def begin(sender: CountedSender, pd: PrefillSide, request: str = "r", name: str = "cat") -> None:
     """Let a request arrive, and its item be put out and sent by ``t-<request>``."""
     pd.arrive(request, name, 10)
     sender.submit(order(f"t-{request}", name, pd.address, 10), output(name, 10))
 
 
-def ended(sender: Sender, pd: PrefillSide, *transfer_ids: str) -> None:
+def ended(sender: CountedSender, pd: PrefillSide, *transfer_ids: str) -> None:
     """Step until exactly these transfers have ended; nothing is kept for them then."""
     seen: list[str] = []
 
@@ -68,20 +72,23 @@ def ended(sender: Sender, pd: PrefillSide, *transfer_ids: str) -> None:
     assert sorted(seen) == sorted(transfer_ids)
 
 
-def assert_nothing_is_kept(sender: Sender) -> None:
-    assert not sender._inbox and not len(sender._session)
+def assert_nothing_is_kept(sender: CountedSender) -> None:
+    until(lambda: not sender.in_flight)
 
 
-def test_an_output_is_kept_until_its_transfers_end(sender: Sender, pd: PrefillSide) -> None:
+def threads_of_senders() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "epd-sender"]
+
+
+def test_an_output_is_kept_until_its_transfers_end(sender: CountedSender, pd: PrefillSide) -> None:
     begin(sender, pd)
     ended(sender, pd, "t-r")
     assert pd.placed == ["cat"]
-    counts = counted(sender._metrics.registry)
+    counts = counted(sender.metrics.registry)
     assert counts["epd_encode_transfers_total{source=cache}"] == 1
     assert counts["epd_encode_transfers_ended_total{result=settled}"] == 1
     assert counts["epd_encode_sent_bytes_total{path=shm}"] == output("cat", 10).nbytes
-    sender.submit(order("t-late", "cat", pd.address, 10), output("cat", 10))
-    pd.shell._transfers.decline("t-late")
+    begin(sender, pd, "late")
     ended(sender, pd, "t-late")
     sender.output_ready("cat", output("cat", 10))
     assert_nothing_is_kept(sender)
@@ -110,7 +117,7 @@ def test_bad_addresses_harm_none(make_pd: Callable[..., PrefillSide], path: str)
     ids=["shorter", "longer", "another width", "as many bytes"],
 )
 def test_output_unlike_its_announcement_is_refused(
-    sender: Sender,
+    sender: CountedSender,
     pd: PrefillSide,
     caplog: pytest.LogCaptureFixture,
     put_out: torch.Tensor,
@@ -128,7 +135,7 @@ def test_output_unlike_its_announcement_is_refused(
 
 
 def test_unexpected_item_is_reported_at_both_ends(
-    sender: Sender, pd: PrefillSide, caplog: pytest.LogCaptureFixture
+    sender: CountedSender, pd: PrefillSide, caplog: pytest.LogCaptureFixture
 ) -> None:
     pd.arrive("r", "cat", 10)
     sender.submit(order("t-r", "cat", pd.address, 9), output("cat", 9))
@@ -138,7 +145,7 @@ def test_unexpected_item_is_reported_at_both_ends(
     assert len(told) == 2, caplog.text
 
 
-def test_a_missing_copy_is_encoded_by_the_consumer(sender: Sender, pd: PrefillSide) -> None:
+def test_a_missing_copy_is_encoded_by_the_consumer(sender: CountedSender, pd: PrefillSide) -> None:
     sender.submit(order("t-r", "cat", pd.address, 10), None, restored=True, missing=True)
     pd.arrive("r", "cat", 10)
     ended(sender, pd, "t-r")
@@ -150,22 +157,21 @@ def test_a_missing_copy_is_encoded_by_the_consumer(sender: Sender, pd: PrefillSi
 
 @pytest.mark.parametrize("error", [TransportError("broken path"), RuntimeError("a bug")])
 def test_a_write_that_raises_ends_its_transfer_and_no_other(
-    sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch, error: Exception
+    sender: CountedSender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise error
 
     pd.arrive("r", "cat", 10)
     with monkeypatch.context() as patch:
-        path_writer: PathWriter = sender._writers.path_writer("shm")
-        patch.setattr(path_writer, "write", fail)
+        patch.setattr(ShmWriter, "write", fail)
         sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
         ended(sender, pd, "t-r")
     pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
     begin(sender, pd, "s", "dog")
     ended(sender, pd, "t-s")
     assert pd.placed == ["dog"]
-    seen = counted(sender._metrics.registry)
+    seen = counted(sender.metrics.registry)
     assert seen["epd_encode_write_failures_total{path=shm}"] == 1
     assert seen["epd_encode_write_seconds_count{path=shm}"] == 1
     assert_nothing_is_kept(sender)
@@ -182,7 +188,7 @@ def test_closing_lets_transfers_end(path: str, make_pd: Callable[..., PrefillSid
     assert sender.progress.take_ended() == {"t-r"}
 
 
-def test_a_rest_ends_with_a_transfer_or_its_time(sender: Sender, pd: PrefillSide) -> None:
+def test_a_rest_ends_with_a_transfer_or_its_time(sender: CountedSender, pd: PrefillSide) -> None:
     sender.progress.rest(0.001)
     begin(sender, pd)
     resting = threading.Thread(target=sender.progress.rest, args=(DEADLINE_S,))
@@ -248,31 +254,29 @@ def test_a_device_that_fails_ends_whoever_waits_for_its_steps(path: str) -> None
 def test_a_sender_that_stops_can_be_woken(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread of the sender may close the channel while another thread wakes it."""
     sender = make_sender(path)
-    wake = sender._control.wake
+    wake = ControlClients.wake
 
-    def late() -> None:
-        sender._thread.join(2 * _IDLE_POLL_S)
-        wake()
+    def late(control: ControlClients) -> None:
+        until(lambda: not threads_of_senders())
+        wake(control)
 
-    monkeypatch.setattr(sender._control, "wake", late)
+    monkeypatch.setattr(ControlClients, "wake", late)
     sender.close()
-    assert not sender._thread.is_alive()
     sender.close()
 
 
 def test_short_copy_runs_on_the_sending_thread(
-    sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch
+    sender: CountedSender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writers_module, "CHUNK_BYTES", output("cat", 10).nbytes)
     writers: list[str] = []
-    path_writer = sender._writers.path_writer("shm")
-    real = path_writer.write
+    real = ShmWriter.write
 
-    def noted(*args: object, **kwargs: object) -> None:
+    def noted(*args: Any, **kwargs: Any) -> None:
         writers.append(threading.current_thread().name)
-        real(*args, **kwargs)  # type: ignore[arg-type]
+        real(*args, **kwargs)
 
-    monkeypatch.setattr(path_writer, "write", noted)
+    monkeypatch.setattr(ShmWriter, "write", noted)
     for name, tokens in (("cat", 10), ("dog", 11)):
         pd.arrive(name, name, tokens)
         sender.submit(order(f"t-{name}", name, pd.address, tokens), output(name, tokens))
@@ -283,20 +287,19 @@ def test_short_copy_runs_on_the_sending_thread(
 
 @pytest.fixture
 def stuck(
-    sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch
+    sender: CountedSender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[threading.Event]:
     """A write that is under way, far beyond its lease, until the event is set."""
     monkeypatch.setattr(writers_module, "CHUNK_BYTES", 0)
     let_go, begun = threading.Event(), threading.Event()
-    path_writer = sender._writers.path_writer("shm")
-    real = path_writer.write
+    real = ShmWriter.write
 
-    def stuck(*args: object, **kwargs: object) -> None:
+    def stuck(*args: Any, **kwargs: Any) -> None:
         begun.set()
         assert let_go.wait(DEADLINE_S)
-        real(*args, **kwargs)  # type: ignore[arg-type]
+        real(*args, **kwargs)
 
-    monkeypatch.setattr(path_writer, "write", stuck)
+    monkeypatch.setattr(ShmWriter, "write", stuck)
     begin(sender, pd)
     pd.step_until(begun.is_set)
     yield let_go
@@ -304,25 +307,33 @@ def stuck(
 
 
 def test_close_leaves_a_stuck_write_and_its_memory_alone(
-    sender: Sender, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+    sender: CountedSender, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writers_module, "CLOSE_S", 0.1)
     closed: list[bool] = []
-    monkeypatch.setattr(sender._writers.path_writer("shm"), "close", lambda: closed.append(True))
+    monkeypatch.setattr(ShmWriter, "close", lambda _: closed.append(True))
     sender.close()
-    assert not sender._thread.is_alive()
+    assert not threads_of_senders()
     assert closed == []
 
 
-def test_ended_sender_writes_no_more(path: str, pd: PrefillSide) -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_ended_sender_writes_no_more(
+    path: str, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sender = make_sender(path)
-    pd.arrive("r", "cat", 10)
-    sender.submit(order("t-r", "cat", pd.address, 10), None)
-    pd.step_until(lambda: pd.granted("t-r"))
-    (transfer,) = sender._session._transfers.values()
-    pd.step_until(lambda: transfer.grant is not None)
-    with sender._turns:
-        sender._is_over = True
+    granted = threading.Event()
+    receive = ProducerSession.receive
+
+    def last(session: ProducerSession, *given: Any) -> None:
+        receive(session, *given)
+        granted.set()
+        raise SystemExit(1)
+
+    monkeypatch.setattr(ProducerSession, "receive", last)
+    begin(sender, pd)
+    pd.step_until(granted.is_set)
+    until(lambda: not threads_of_senders())
     sender.output_ready("cat", output("cat", 10))
     sender.close()
     pd.step()
@@ -330,19 +341,19 @@ def test_ended_sender_writes_no_more(path: str, pd: PrefillSide) -> None:
 
 
 def test_unexpected_error_ends_its_transfer_and_is_logged_once(
-    sender: Sender,
+    sender: CountedSender,
     pd: PrefillSide,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    real = sender._control.send
+    real = ControlClients.send
 
-    def short_of_files(address: str, message: object) -> None:
+    def short_of_files(control: ControlClients, address: str, message: Any) -> None:
         if address != pd.address:
             raise zmq.ZMQError(errno.EMFILE)
-        real(address, message)  # type: ignore[arg-type]
+        real(control, address, message)
 
-    monkeypatch.setattr(sender._control, "send", short_of_files)
+    monkeypatch.setattr(ControlClients, "send", short_of_files)
     pd.arrive("r", "cat", 10)
     with caplog.at_level(logging.WARNING):
         for name in ("t-1", "t-2"):
@@ -365,20 +376,19 @@ def test_an_error_ends_no_other_transfer(path: str, monkeypatch: pytest.MonkeyPa
     def fail(result: str) -> None:
         raise ValueError("no such label")
 
-    monkeypatch.setattr(sender._metrics.ended, "labels", fail)
+    monkeypatch.setattr(sender.metrics.ended, "labels", fail)
     for name in ("t-1", "t-2"):
         sender.submit(order(name, "cat", "tcp://127.0.0.1:9", 10), None)
     seen: set[str] = set()
     until(lambda: seen.update(sender.progress.take_ended()) or seen == {"t-1", "t-2"})
-    assert_nothing_is_kept(sender)
     sender.close()
 
 
 @pytest.mark.parametrize("call", ["receive", "poll"])
 def test_a_turn_that_fails_is_followed_by_others(
-    sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch, call: str
+    sender: CountedSender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    owner = sender._control if call == "receive" else sender._session
+    owner = ControlClients if call == "receive" else ProducerSession
     real = getattr(owner, call)
     failures = iter(range(3))
 
@@ -405,9 +415,9 @@ def test_transfer_is_refused_after_the_thread_has_ended(
     def fail(*args: object) -> None:
         raise error
 
-    monkeypatch.setattr(sender._session, "poll", fail)
+    monkeypatch.setattr(ProducerSession, "poll", fail)
     sender.submit(order("t-1", "cat", "tcp://127.0.0.1:9", 10), None)
-    sender._thread.join(DEADLINE_S)
+    until(lambda: not threads_of_senders())
     with pytest.raises(TransportError, match=r"t-2: the thread epd-sender ended .* restart it"):
         sender.submit(order("t-2", "cat", "tcp://127.0.0.1:9", 10), None)
     sender.close()

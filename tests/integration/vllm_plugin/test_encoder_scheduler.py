@@ -266,9 +266,7 @@ def test_item_is_encoded_at_next_request_after_failed_restore() -> None:
     engine.scheduler.shutdown()
 
 
-def test_idle_engine_rests_and_reads_ended_transfers_later(
-    engine: Engine,
-) -> None:
+def test_idle_engine_rests_and_reads_ended_transfers_later(engine: Engine) -> None:
     engine.arrive("a", ("cat", 600))
     assert engine.step() == {"a": ["cat"]}
     engine.step()
@@ -313,9 +311,7 @@ def test_the_prompt_of_one_item_may_be_longer_than_a_step(engine: Engine) -> Non
     assert engine.empty()
 
 
-def test_item_larger_than_a_step_fails_its_own_request_only(
-    engine: Engine,
-) -> None:
+def test_item_larger_than_a_step_fails_its_own_request_only(engine: Engine) -> None:
     engine.arrive("a", ("cat", LIMIT + 1))
     engine.arrive("b", ("dog", 10))
     assert engine.step() == {"b": ["dog"]}

@@ -74,9 +74,7 @@ def test_connectors_final_params_go_into_the_response(
     assert scheduler._free_request(request("a", outcome), delay_free_blocks=True) == answer
 
 
-def test_request_with_a_grammar_error_fails_once(
-    scheduler: Any,
-) -> None:
+def test_request_with_a_grammar_error_fails_once(scheduler: Any) -> None:
     from vllm.v1.request import RequestStatus
 
     scheduler.requests = {"a": request("a"), "b": request("b")}

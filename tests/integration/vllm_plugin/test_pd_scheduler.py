@@ -296,9 +296,7 @@ def test_item_is_encoded_while_text_is_computed(engine_beside: Engine) -> None:
     assert engine.ended == {"r": "length"}
 
 
-def test_item_of_remote_prefill_is_encoded_when_step_needs_it(
-    engine_beside: Engine,
-) -> None:
+def test_item_of_remote_prefill_is_encoded_when_step_needs_it(engine_beside: Engine) -> None:
     engine = engine_beside
     # No KV connector is there to bring it.
     engine.arrive("r", pixels=True, kv=True)
@@ -328,9 +326,7 @@ def test_item_is_encoded_in_a_step_when_not_beside_steps(engine_beside: Engine) 
     assert engine.ended == {"r": "length", "other": "length"}
 
 
-def test_transfer_deadline_causes_background_encoding(
-    engine_beside: Engine,
-) -> None:
+def test_transfer_deadline_causes_background_encoding(engine_beside: Engine) -> None:
     engine = engine_beside
     engine.arrive("r", pixels=True, transfer=True)
     assert engine.step() == {"r": TEXT}
@@ -351,9 +347,7 @@ def test_request_without_media_and_transfer_fails_alone(engine: Engine) -> None:
 
 
 @pytest.mark.usefixtures("takes_bare_items")
-def test_text_before_an_item_without_media_is_computed(
-    engine: Engine,
-) -> None:
+def test_text_before_an_item_without_media_is_computed(engine: Engine) -> None:
     engine.arrive("bare", pixels=False, transfer=True)
     assert engine.step() == {"bare": TEXT}
     assert engine.step() == {}
@@ -363,9 +357,7 @@ def test_text_before_an_item_without_media_is_computed(
     assert engine.encoded == []
 
 
-def test_front_has_reason_before_end_of_request_beyond_pool(
-    vllm_config: Any,
-) -> None:
+def test_front_has_reason_before_end_of_request_beyond_pool(vllm_config: Any) -> None:
     from epd_portable.vllm_plugin import compat
 
     vllm_config.ec_transfer_config.ec_connector_extra_config["pool_bytes"] = 1 << 10
@@ -396,9 +388,7 @@ def test_media_in_parts_are_refused_for_their_request_only(engine: Engine, items
     assert not engine.scheduler.has_unfinished_requests()
 
 
-def test_request_waiting_for_its_first_token_is_not_queued(
-    engine: Engine,
-) -> None:
+def test_request_waiting_for_its_first_token_is_not_queued(engine: Engine) -> None:
     for number in range(3):
         engine.arrive(f"r{number}", pixels=True, transfer=True, text=0)
     assert engine.step() == {}
@@ -428,9 +418,7 @@ def test_api_servers_hear_nothing_of_steps_that_only_wait(engine: Engine) -> Non
     assert [engine.step(), engine.step(), engine.counts[2:]] == [{}, {}, [(0, 2)]]
 
 
-def test_api_servers_are_notified_of_busy_and_idle_engine(
-    engine: Engine,
-) -> None:
+def test_api_servers_are_notified_of_busy_and_idle_engine(engine: Engine) -> None:
     for name, server in (("q", 0), ("r", 2), ("s", 0), ("t", 1)):
         engine.arrive(name, pixels=True, transfer=True, server=server)
         assert engine.step() == {name: TEXT}

@@ -54,17 +54,13 @@ def test_items_are_moved_from_device_to_device_by_every_path(
     assert "producer on device 0, consumer on device 1" in page
 
 
-def test_baseline_is_a_complete_copy_between_devices(
-    measured: tuple[str, dict[str, Any]],
-) -> None:
+def test_baseline_is_a_complete_copy_between_devices(measured: tuple[str, dict[str, Any]]) -> None:
     _, data = measured
     for case in data["samples"]:
         assert min(case["memcpy_s"]) >= COPY_S, case
 
 
-def test_items_larger_than_the_device_pass_through_its_memory(
-    tmp_path: Path,
-) -> None:
+def test_items_larger_than_the_device_pass_through_its_memory(tmp_path: Path) -> None:
     memory, size, rounds = 256 * MIB, 16 * MIB, 20
     assert rounds * size > memory
     options = ("--path", "ipc", "--bytes", str(size), "--repeat", str(rounds))

@@ -58,9 +58,7 @@ def events(printed: str) -> dict[str, list[tuple[str, int]]]:
     return found
 
 
-def test_communicators_of_a_process_are_made_one_at_a_time(
-    printed: str,
-) -> None:
+def test_communicators_of_a_process_are_made_one_at_a_time(printed: str) -> None:
     found = events(printed)
     assert len(found) == PROCESSES
     for happened in found.values():

@@ -92,9 +92,7 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def test_missing_runtime_is_reported_with_its_remedy(
-    without_runtime: str,
-) -> None:
+def test_missing_runtime_is_reported_with_its_remedy(without_runtime: str) -> None:
     ok, reason, _, cpu_ok, cpu_reason = look(
         run_afresh, PYTHONPATH=without_runtime, TORCH_DEVICE_BACKEND_AUTOLOAD=None
     )
@@ -106,9 +104,7 @@ def test_missing_runtime_is_reported_with_its_remedy(
     assert "libhccl.so: cannot open shared object file" in reason
 
 
-def test_missing_runtime_refuses_only_the_npu(
-    without_runtime: str,
-) -> None:
+def test_missing_runtime_refuses_only_the_npu(without_runtime: str) -> None:
     ok, reason, _, cpu_ok, _ = look(
         run_afresh, PYTHONPATH=without_runtime, TORCH_DEVICE_BACKEND_AUTOLOAD="0"
     )

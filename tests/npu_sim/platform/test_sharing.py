@@ -30,9 +30,7 @@ def share(exporter: Child, name: str, make: str) -> ShareHandle:
     return msgspec.msgpack.decode(bytes.fromhex(text), type=ShareHandle)
 
 
-def test_hidden_device_is_reached_from_a_visible_one(
-    exporter: Child,
-) -> None:
+def test_hidden_device_is_reached_from_a_visible_one(exporter: Child) -> None:
     handle = share(exporter, "x", "torch.full((100,), 3, dtype=torch.uint8).to('npu:1')")
     with Child(ASCEND_RT_VISIBLE_DEVICES="0", PYTORCH_NPU_ALLOC_CONF=ALLOCATOR) as other:
         assert other.tell("npu.device_count()") == "1"
@@ -51,9 +49,7 @@ def test_a_handle_of_a_dead_exporter_is_an_error(npu: Platform) -> None:
         npu.open_tensor(handle)
 
 
-def test_shared_memory_is_freed_without_live_openers(
-    exporter: Child,
-) -> None:
+def test_shared_memory_is_freed_without_live_openers(exporter: Child) -> None:
     free = "(gc.collect(), torch.npu.empty_cache(), npu.memory_info(1).free_bytes)[2]"
     assert exporter.tell("import gc; torch.zeros(1, device='npu:1'); npu.memory_info(1)")
     before = int(exporter.tell(free))
@@ -71,9 +67,7 @@ def test_shared_memory_is_freed_without_live_openers(
     assert int(exporter.tell(free)) == before
 
 
-def test_process_frees_memory_and_exits_after_a_lost_peer(
-    exporter: Child,
-) -> None:
+def test_process_frees_memory_and_exits_after_a_lost_peer(exporter: Child) -> None:
     handle = share(exporter, "x", "torch.full((100,), 3, dtype=torch.uint8).to('npu:1')")
     packed = msgspec.msgpack.encode(handle)
     script = f"from tests.npu_sim.platform.lost_peer_script import main; main({packed!r})"

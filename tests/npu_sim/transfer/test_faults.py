@@ -237,9 +237,7 @@ def small() -> Iterator[Child]:
     assert list(SHM_FOLDER.glob(f"{pool}*")) == []
 
 
-def test_pool_larger_than_the_device_is_refused_with_a_remedy(
-    small: Child,
-) -> None:
+def test_pool_larger_than_the_device_is_refused_with_a_remedy(small: Child) -> None:
     with within(SOON_S):
         told = small.tell(f"WorkerEndpoint(config(path='ipc', pool_bytes={TOO_LARGE}), copies)")
     assert told.startswith(
@@ -256,9 +254,7 @@ def test_pool_larger_than_the_device_is_refused_with_a_remedy(
     do(small, "end.close()")
 
 
-def test_item_larger_than_free_memory_is_an_error_with_a_remedy(
-    small: Child,
-) -> None:
+def test_item_larger_than_free_memory_is_an_error_with_a_remedy(small: Child) -> None:
     nbytes = 8 << 20
     do(small, f"file = SharedMemory.create(config().pool, {nbytes})")
     do(small, f"file.tensor(0, {nbytes}).fill_(7); None")

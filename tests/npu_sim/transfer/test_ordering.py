@@ -173,9 +173,7 @@ def test_step_without_tokens_begins_the_copy_without_waiting(sound: Instance) ->
         assert sound.encoder_cache[item.mm_hash].eq(number).all(), "it was there without a step"
 
 
-def test_item_forgotten_before_its_step_computed_is_harmless(
-    sound: Instance,
-) -> None:
+def test_item_forgotten_before_its_step_computed_is_harmless(sound: Instance) -> None:
     first, second = sound.arrive(2), sound.arrive(3)
     slow_copies(sound.copies)
     sound.placer.carry_out(WorkerOrders(placements=[first]), sound.encoder_cache)
