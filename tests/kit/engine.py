@@ -319,7 +319,7 @@ class Engine:
                 ),
                 structured_output_manager=_base()[1],
                 block_size=sizes.block,
-                log_stats=False,
+                log_stats=sizes.stats,
             )
         if sizes.second:
             self.scheduler.use_v2_model_runner = True

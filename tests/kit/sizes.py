@@ -20,6 +20,7 @@ class Sizes:
         ahead: A step is scheduled before the output of the one before it is there.
         lookahead: Tokens that a drafter reads ahead.
         second: Steps are for vLLM's second model runner.
+        stats: Steps put out statistics for API servers.
         cache: Embeddings that the encoder cache holds.
         pool: Embeddings that the receive pool holds.
         items: Embeddings of each item, by name.
@@ -44,6 +45,7 @@ class Sizes:
     lookahead: int = 0
     min_start_tokens: int = 0
     second: bool = False
+    stats: bool = False
     wait_timeout_s: float = 30.0
     lease_s: float = 10.0
 

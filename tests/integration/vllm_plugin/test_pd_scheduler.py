@@ -8,95 +8,44 @@ from __future__ import annotations
 
 import queue
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from epd_portable.config.instance import InstanceConfig
-from epd_portable.demo import MODEL_DIR
-from epd_portable.demo.servers import free_port
-from epd_portable.launch.plan.engine import CONNECTOR, SCHEDULER_CLS
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.vllm_plugin.reports import to_names
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams, to_params
-from tests.keyring import secret_file
-from tests.kit.engine import Drafter
-from tests.waiting import until
+from tests.kit.engine import pool_bytes
+from tests.kit.side import Side
 
 pytestmark = pytest.mark.needs_vllm
 
 TEXT, ITEM = 20, 16
-BLOCK = 16
 WAIT_S = 5.0
 
 
-@pytest.fixture
-def vllm_config() -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    instance = InstanceConfig(
-        instance="prefill_decode-0",
-        platform="cpu",
-        control_address=f"tcp://127.0.0.1:{free_port()}",
-        data_address=f"tcp://127.0.0.1:{free_port()}",
-        pool=f"epd-test-{uuid.uuid4().hex}",
-        pool_bytes=1 << 20,
-        wait_timeout_s=WAIT_S,
-        secret_file=secret_file(),
-    )
-    config = EngineArgs(
-        model=str(MODEL_DIR),
-        max_model_len=1024,
-        dtype="float32",
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        limit_mm_per_prompt={"video": 0},
-        scheduler_cls=SCHEDULER_CLS,
-        ec_transfer_config={
-            **CONNECTOR,
-            "ec_role": "ec_consumer",
-            "ec_connector_extra_config": instance.model_dump(),
-        },
-    ).create_engine_config()
-    config.cache_config.num_gpu_blocks = 64
-    # With several ranks items are encoded in steps, as on devices, and not beside them.
-    config.parallel_config.world_size = 2
-    return config
-
-
 class Engine:
-    """Steps a scheduler as vLLM's engine core does; every token is a 1."""
+    """Steps the scheduler of a `Side` as vLLM's engine core does; every token is a 1."""
 
-    def __init__(self, config: Any) -> None:
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-        from vllm.v1.structured_output import StructuredOutputManager
-
-        from epd_portable.vllm_plugin.scheduler import make_scheduler
-
-        attention = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32
+    def __init__(self, *, pool: int = 0, **sizes: Any) -> None:
+        self.side = Side(
+            items={"item": ITEM},
+            cache=4096,
+            pool=pool,
+            tokens=8192,
+            encoder_tokens=4096,
+            block=16,
+            prefix_caching=False,
+            stats=True,
+            wait_timeout_s=WAIT_S,
+            **sizes,
         )
-        self.scheduler = make_scheduler(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(
-                num_blocks=64,
-                kv_cache_tensors=[],
-                kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
-            ),
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-            log_stats=True,
-        )
-        self.now_s = 1000.0
-        self.scheduler.ec_connector.shell.clock = lambda: self.now_s
+        self.scheduler = self.side.scheduler
         self.encoded: list[tuple[str, int]] = []
         """Requests and their items that steps encoded."""
         self.encoded_beside: list[str] = []
-        self.fails: set[str] = set()
-        """Items that cannot be encoded beside a step."""
         self.ended: dict[str, str] = {}
         self.counts: list[tuple[int, int]] = []
         """Requests that are computed and that wait, as API servers were told."""
@@ -173,11 +122,12 @@ class Engine:
         """Run one step; return the number of tokens that each request computed."""
         from vllm.v1.outputs import ECConnectorOutput, ModelRunnerOutput
 
+        self.side.engine.take_in()
         planned = self.scheduler.schedule()
         for request_id, indices in planned.scheduled_encoder_inputs.items():
             self.encoded += [(request_id, index) for index in indices]
         beside = {each.mm_hash for each in planned.ec_connector_metadata.receipts.encodings}
-        self.encoded_beside += sorted(beside - self.fails)
+        self.encoded_beside += sorted(beside)
         computed: dict[str, int] = dict(planned.num_scheduled_tokens)
         requests = list(computed)
         output = ModelRunnerOutput(
@@ -190,11 +140,7 @@ class Engine:
                 else []
                 for each in requests
             ],
-            ec_connector_output=ECConnectorOutput(
-                finished_recving=to_names(
-                    {"encoded": beside - self.fails, "not encoded": beside & self.fails}
-                )
-            ),
+            ec_connector_output=ECConnectorOutput(finished_recving=to_names({"encoded": beside})),
         )
         told = self.scheduler.update_from_output(planned, output)
         if servers := sorted(each for each in told if told[each].scheduler_stats is not None):
@@ -209,31 +155,24 @@ class Engine:
                     self.ended[each.request_id] = str(each.finish_reason)
         return computed
 
-    def step_until(self, condition: Callable[[], bool]) -> list[dict[str, int]]:
-        """Step until the receiver, which judges deadlines beside the steps, has seen to it.
-
-        Returns:
-            What was computed by the steps that computed something.
-        """
-        computed: list[dict[str, int]] = []
-        until(lambda: condition() or computed.append(self.step()))
-        return [each for each in computed if each]
+    def steps(self, count: int) -> list[dict[str, int]]:
+        """Run so many steps; return what was computed by those that computed something."""
+        return [computed for computed in (self.step() for _ in range(count)) if computed]
 
 
 @pytest.fixture
-def engine(vllm_config: Any) -> Iterator[Engine]:
-    made = Engine(vllm_config)
+def engine() -> Iterator[Engine]:
+    made = Engine()
     yield made
-    made.scheduler.shutdown()
+    made.side.engine.close()
 
 
 @pytest.fixture
-def engine_beside(vllm_config: Any) -> Iterator[Engine]:
+def engine_beside() -> Iterator[Engine]:
     """Yield an engine of one rank on a CPU: an item encoded in a step is there after that step."""
-    vllm_config.parallel_config.world_size = 1
-    made = Engine(vllm_config)
+    made = Engine(beside=True)
     yield made
-    made.scheduler.shutdown()
+    made.side.engine.close()
 
 
 @pytest.fixture
@@ -244,16 +183,8 @@ def takes_bare_items() -> None:
         pytest.skip("this vLLM takes no item without its media")
 
 
-def test_with_its_media_an_item_is_encoded_here(engine: Engine) -> None:
-    engine.arrive("r", pixels=True)
-    assert engine.step() == {"r": TEXT + ITEM + TEXT}
-    assert engine.encoded == [("r", 0)]
-    assert engine.ended == {"r": "length"}
-
-
-def test_empty_step_is_not_sent_when_drafts_are_made(
-    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_empty_step_is_not_sent_when_drafts_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import VllmConfig
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     from epd_portable.vllm_plugin import executor
@@ -261,9 +192,8 @@ def test_empty_step_is_not_sent_when_drafts_are_made(
     sent: list[Any] = []
     monkeypatch.setattr(MultiprocExecutor, "execute_model", lambda _, step, **__: sent.append(step))
     monkeypatch.setattr(MultiprocExecutor, "shutdown", lambda _: None)
-    monkeypatch.setattr(type(vllm_config), "use_v2_model_runner", True)
-    vllm_config.speculative_config = Drafter(1)
-    engine = Engine(vllm_config)
+    engine = Engine(lookahead=1, second=True)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
     engine.arrive("r", pixels=True, transfer=True)
     assert engine.step(), "the text before the item"
     empty = engine.scheduler.schedule()
@@ -271,7 +201,7 @@ def test_empty_step_is_not_sent_when_drafts_are_made(
     workers: Any = executor.EPDExecutor.__new__(executor.EPDExecutor)
     assert workers.execute_model(empty).req_ids == []
     assert sent == []
-    engine.scheduler.shutdown()
+    engine.side.engine.close()
 
 
 def test_tokens_of_others_come_between_items_encoded_here(engine: Engine) -> None:
@@ -300,7 +230,7 @@ def test_item_of_remote_prefill_is_encoded_when_step_needs_it(engine_beside: Eng
     engine = engine_beside
     # No KV connector is there to bring it.
     engine.arrive("r", pixels=True, kv=True)
-    engine.step_until(lambda: bool(engine.ended))
+    engine.steps(3)
     assert (engine.encoded, engine.encoded_beside) == ([("r", 0)], [])
     assert engine.ended == {"r": "length"}
 
@@ -310,29 +240,8 @@ def test_kv_parameters_of_a_wrong_type_end_no_engine(engine_beside: Engine, kv: 
     """Such parameters come from ``vllm_xargs`` in vLLM before 0.32."""
     engine = engine_beside
     engine.arrive("r", pixels=True, kv=kv)
-    engine.step_until(lambda: bool(engine.ended))
+    engine.steps(3)
     assert engine.encoded_beside == ["item of r"]
-    assert engine.ended == {"r": "length"}
-
-
-def test_item_is_encoded_in_a_step_when_not_beside_steps(engine_beside: Engine) -> None:
-    engine = engine_beside
-    engine.fails.add("item of r")
-    engine.arrive("r", pixels=True)
-    engine.arrive("other", pixels=True)
-    assert engine.step() == {"r": TEXT, "other": TEXT}
-    assert engine.step() == {"r": ITEM + TEXT, "other": ITEM + TEXT}
-    assert (engine.encoded, engine.encoded_beside) == ([("r", 0)], ["item of other"])
-    assert engine.ended == {"r": "length", "other": "length"}
-
-
-def test_transfer_deadline_causes_background_encoding(engine_beside: Engine) -> None:
-    engine = engine_beside
-    engine.arrive("r", pixels=True, transfer=True)
-    assert engine.step() == {"r": TEXT}
-    engine.now_s += WAIT_S
-    assert engine.step_until(lambda: bool(engine.ended)) == [{"r": ITEM + TEXT}]
-    assert (engine.encoded, engine.encoded_beside) == ([], ["item of r"])
     assert engine.ended == {"r": "length"}
 
 
@@ -346,30 +255,19 @@ def test_request_without_media_and_transfer_fails_alone(engine: Engine) -> None:
     assert not engine.scheduler.has_unfinished_requests()
 
 
-@pytest.mark.usefixtures("takes_bare_items")
-def test_text_before_an_item_without_media_is_computed(engine: Engine) -> None:
-    engine.arrive("bare", pixels=False, transfer=True)
-    assert engine.step() == {"bare": TEXT}
-    assert engine.step() == {}
-    engine.now_s += WAIT_S
-    assert engine.step_until(lambda: bool(engine.ended)) == []
-    assert engine.ended == {"bare": "error"}
-    assert engine.encoded == []
-
-
-def test_front_has_reason_before_end_of_request_beyond_pool(vllm_config: Any) -> None:
+def test_front_has_reason_before_end_of_request_beyond_pool() -> None:
     from epd_portable.vllm_plugin import compat
 
-    vllm_config.ec_transfer_config.ec_connector_extra_config["pool_bytes"] = 1 << 10
-    engine = Engine(vllm_config)
+    engine = Engine(pool=1)
     engine.arrive("r", pixels=True, transfer=True)
     engine.step()
-    engine.scheduler.shutdown()
+    engine.side.engine.close()
     assert engine.ended == {"r": "error"}
     news, end = engine.outputs
     assert (news.request_id, end.request_id) == ("", "r")
     reason = compat.take_params(news)["refused"]["r"]
-    assert reason.endswith("and 1024 bytes: send a smaller image, or raise transfer.pool_bytes")
+    most = pool_bytes(engine.side.sizes)
+    assert reason.endswith(f"and {most} bytes: send a smaller image, or raise transfer.pool_bytes")
 
 
 @pytest.mark.parametrize("items", [1, 0], ids=["media first", "text first"])
@@ -402,9 +300,9 @@ def test_request_waiting_for_its_first_token_is_not_queued(engine: Engine) -> No
     for _ in range(5):
         engine.step()
     assert {request_id for request_id, *_ in asked} <= {"r0"}, "only the first is asked again"
-    engine.now_s += WAIT_S + 1.0
-    computed = engine.step_until(lambda: len(engine.ended) == 3)
-    assert next(list(each) for each in computed if each)[0] == "r0"
+    engine.side.clock.now += WAIT_S + 1.0
+    computed = engine.steps(4)
+    assert next(iter(computed[0])) == "r0"
     assert len(engine.encoded) == 3
     assert not scheduler.has_requests() or scheduler.has_finished_requests()
 
@@ -426,34 +324,6 @@ def test_api_servers_are_notified_of_busy_and_idle_engine(engine: Engine) -> Non
     # The first one is told the statistics of every step by vLLM.
     assert engine.servers == [[0], [0, 2], [0], [0, 1], [0, 1, 2]]
     assert engine.counts[-3:] == [(0, 4)] * 3
-
-
-def test_a_request_that_sleeps_can_be_aborted(engine: Engine) -> None:
-    from vllm.v1.request import RequestStatus
-
-    engine.arrive("r", pixels=True, transfer=True, text=0)
-    engine.step()
-    engine.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
-    engine.step()
-    assert not engine.scheduler.has_unfinished_requests()
-    assert engine.scheduler.get_request_counts() == (0, 0)
-    assert not engine.scheduler.encoder_cache_manager.items
-
-
-@pytest.mark.parametrize("state", ["PAUSED_NEW", "PAUSED_ALL"])
-def test_sleeping_request_does_not_block_a_pause(engine: Engine, state: str) -> None:
-    from vllm.v1.core.sched.interface import PauseState
-
-    scheduler = engine.scheduler
-    engine.arrive("r", pixels=True, transfer=True, text=0)
-    assert engine.step() == {}
-    scheduler.set_pause_state(PauseState[state])
-    assert not scheduler.has_requests(), "vLLM ends a pause's wait when there are none"
-    scheduler.set_pause_state(PauseState.UNPAUSED)
-    engine.now_s += WAIT_S
-    assert scheduler.has_requests()
-    engine.step_until(lambda: bool(engine.ended))
-    assert engine.ended == {"r": "length"}
 
 
 class Turns:

@@ -141,6 +141,19 @@ def test_an_early_announcement_that_is_aborted_is_forgotten(desk: Desk) -> None:
     assert desk.said() == ["b t later", "b t grant 1"]
 
 
+def test_tables_of_ended_and_early_transfers_are_bounded(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "MAX_ENDED", 2)
+    monkeypatch.setattr(transfers, "MAX_EARLY", 2)
+    desk.receive(A, *(announce(transfer_id=name) for name in "uvw"))
+    assert desk.said(TIMEOUT_S) == ["a u not_needed", "a v not_needed"]
+    for name in "xyz":
+        desk.session.decline(name)
+    desk.receive(A, announce(transfer_id="x"), announce(transfer_id="z"))
+    assert desk.said() == ["a z not_needed"], "x is forgotten, and waits for its request"
+
+
 # -- several transfers of one item, several producers of one transfer ----------------------------
 
 
