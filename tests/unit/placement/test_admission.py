@@ -23,11 +23,12 @@ class Door:
 
     def __init__(self, **limits: Any) -> None:
         self.now_s = 0.0
+        self.metrics = CollectorRegistry()
         self.fleet = EndpointPool()
         self.keeper = AdmissionControl(
             AdmissionSection.model_validate(limits),
             self.fleet,
-            AdmissionMetrics(CollectorRegistry()),
+            AdmissionMetrics(self.metrics),
             clock=lambda: self.now_s,
         )
 
@@ -139,3 +140,25 @@ async def test_priority_counts_only_where_the_key_allows_it() -> None:
             await asyncio.sleep(0)
             door.keeper.leave(first)
         assert went == expected
+
+
+async def test_waiting_requests_are_counted_by_their_priority() -> None:
+    door = Door(max_requests=1, use_priority=True)
+    priorities = {"first": -7, "normal": 0, "last": 3}
+
+    def counted(name: str) -> list[float | None]:
+        return [door.metrics.get_sample_value(name, {"priority": each}) for each in priorities]
+
+    async def wait(priority: int) -> None:
+        door.keeper.leave(await door.keeper.enter(items=0, nbytes=0, priority=priority))
+
+    first = await door.enter()
+    async with asyncio.TaskGroup() as waiting:
+        for priority in priorities.values():
+            waiting.create_task(wait(priority))
+        await asyncio.sleep(0)
+        assert counted("epd_front_admission_waiting") == [1, 1, 1]
+        door.now_s = 2.5
+        door.keeper.leave(first)
+    assert counted("epd_front_admission_waiting") == [0, 0, 0]
+    assert counted("epd_front_admission_wait_seconds_sum") == [2.5, 2.5, 2.5]
