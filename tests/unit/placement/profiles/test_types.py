@@ -35,6 +35,7 @@ from tests.unit.placement.profiles.situations import (
         ("label-selector-filter", {"matchExpressions": [{"key": "a", "operator": "Gt"}]}, "'In'"),
         ("prefix-cache-affinity-filter", {"peakPrefillThroughput": 0}, "peakPrefillThroughput"),
         ("prefix-cache-affinity-filter", {"ttftSource": "latencyPredictor"}, "ttftSource"),
+        ("multimodal-epd-decider", {"minImageSize": -1}, "minImageSize"),
         ("encode-load-scorer", {"threshold": 0}, "threshold"),
         ("encode-load-scorer", {"encoderType": "smell"}, "encoderType"),
         ("consistent-hash-scorer", {"loadBound": 1}, "loadBound"),
@@ -356,6 +357,7 @@ def test_random_choice_follows_scores_and_repeats_by_request() -> None:
     ("parameters", "need", "disaggregates"),
     [
         ({}, to_encode(pixels=1), True),
+        ({"minImageSize": 0}, to_encode(pixels=1), True),
         ({"minImageSize": 224}, to_encode(pixels=224 * 224 - 1), False),
         ({"minImageSize": 224}, to_encode(pixels=224 * 224), True),
         # Of a size that is not known.
