@@ -110,19 +110,21 @@ def encode_peer(platform: str, names: list[str]) -> PeerDescriptor:
     )
 
 
-def parameters(routes: Iterable[Route]) -> list[Any]:
-    """Routes as parameters of a test, each marked with the devices that it needs."""
-    return [
-        pytest.param(
-            route,
-            id=str(route),
-            marks=[
-                getattr(pytest.mark, f"needs_{name}")
-                for name in sorted({route.pair.encode, route.pair.prefill} & {"cuda", "npu"})
-            ],
-        )
-        for route in routes
-    ]
+def parameters(routes: Iterable[Route], *, mixed_in_full: bool = False) -> list[Any]:
+    """Return routes as parameters of a test, each marked with the devices that it needs.
+
+    Args:
+        routes: Routes of the test.
+        mixed_in_full: Whether routes between two platforms run with ``--full`` only. The same code
+            runs at each of their ends as on a route within one platform.
+    """
+    found = []
+    for route in routes:
+        ends = {route.pair.encode, route.pair.prefill}
+        marks = [getattr(pytest.mark, f"needs_{name}") for name in sorted(ends & {"cuda", "npu"})]
+        marks += [pytest.mark.full] * (mixed_in_full and len(ends) > 1)
+        found.append(pytest.param(route, id=str(route), marks=marks))
+    return found
 
 
 PAIRS = [Pair(*names) for names in product(PLATFORMS, PLATFORMS)]

@@ -41,7 +41,7 @@ PROMPT_S = 60.0
 """A call whose deadline is within two seconds has ended by then, on a busy machine too."""
 
 
-@pytest.fixture(scope="module", params=parameters(ROUTES))
+@pytest.fixture(scope="module", params=parameters(ROUTES, mixed_in_full=True))
 def route(request: pytest.FixtureRequest) -> Route:
     found: Route = request.param
     return found
@@ -168,6 +168,7 @@ CONTENTS = [(size, DTYPES[(n + m) % 3]) for m in range(3) for n, size in enumera
 """Every number of tokens with every dtype; four in a row hold all of both."""
 
 
+@pytest.mark.parametrize("route", parameters(ROUTES), indirect=True)
 @pytest.mark.parametrize("nth", range(4))
 def test_item_arrives_bit_for_bit_beside_untouched_neighbours(
     route: Route, writer: PathWriter, consumer: Consumer, nth: int
@@ -246,7 +247,9 @@ def test_writer_serves_two_consumers(
 # -- copies that a device makes by itself --------------------------------------------------------
 
 # Not `collective`: torch_npu makes few groups in a process in which one has failed.
-ONE_SIDED = [each for each in ROUTES if registry.entry(each.path).one_sided]
+ONE_SIDED = parameters(
+    [each for each in ROUTES if registry.entry(each.path).one_sided], mixed_in_full=True
+)
 
 
 def queue(
@@ -259,7 +262,7 @@ def queue(
     return writer.queue(slot_write(writer.copies, src, slot, consumer.address, seconds))
 
 
-@pytest.mark.parametrize("route", parameters(ONE_SIDED), indirect=True)
+@pytest.mark.parametrize("route", ONE_SIDED, indirect=True)
 def test_new_consumer_is_opened_by_a_blocking_write_only(route: Route, consumer: Consumer) -> None:
     writer = route.writer()
     consumer.fill(MIB, FILL)
@@ -313,7 +316,7 @@ def test_a_copy_is_not_queued_too_late_nor_one_that_does_not_fit(
     assert consumer.digest(0, MIB) == untouched(MIB)
 
 
-@pytest.mark.parametrize("route", parameters(ONE_SIDED), indirect=True)
+@pytest.mark.parametrize("route", ONE_SIDED, indirect=True)
 def test_a_consumer_that_has_gone_is_left_to_a_write_to_find_out(
     writer: PathWriter, make_consumer: Callable[..., Consumer]
 ) -> None:

@@ -10,7 +10,7 @@ from tests.contract.pairs import ROUTES, Route, parameters
 from tests.kit.ends import EncodeSide, PrefillSide
 
 
-@pytest.fixture(scope="module", params=parameters(ROUTES))
+@pytest.fixture(scope="module", params=parameters(ROUTES, mixed_in_full=True))
 def route(request: pytest.FixtureRequest) -> Route:
     found: Route = request.param
     return found

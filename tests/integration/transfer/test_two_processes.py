@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from epd_portable.transfer.pool import SharedMemory
+from tests.contract.pairs import ROUTES, parameters
 from tests.kit.encode_side import WIDTH, output
 from tests.kit.ends import EncodeSide, PrefillSide
 
 TOKEN_BYTES = WIDTH * 4
 
 
+@pytest.mark.parametrize("route", parameters(ROUTES), indirect=True)
 def test_item_arrives_as_a_view_of_the_pool_where_possible(
     make_pd: Callable[..., PrefillSide], encode: EncodeSide, path: str
 ) -> None:
