@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,8 @@ import httpx
 from epd_portable.demo.pictures import draw
 
 TIMEOUT_S = 120.0
+MOST_TOKENS = 3000
+"""Tokens of a response that a client ends by disconnecting: more than any test reads."""
 TOP_LOGPROBS = 5
 TOLERANCE = 1e-3
 """Between log-probabilities of one token in float32."""
@@ -108,6 +112,46 @@ def ask_streamed(url: str, content: Sequence[dict[str, Any]] | str, **extra: Any
         for choice in json.loads(line)["choices"]:
             steps += (choice["logprobs"] or {}).get("content", ())
     return _answer(steps, ())
+
+
+@contextmanager
+def generating(url: str) -> Iterator[None]:
+    """Let an engine generate text during the block, from its first token on.
+
+    The client disconnects at the end.
+
+    Raises:
+        AssertionError: The response ended before the block.
+    """
+    first, ended = threading.Event(), threading.Event()
+    request = body("Tell me.", stream=True, max_tokens=MOST_TOKENS, ignore_eos=True)
+
+    def read() -> bool:
+        with httpx.stream(
+            "POST",
+            f"{url}/v1/chat/completions",
+            json=request,
+            headers=AUTHORIZED,
+            timeout=TIMEOUT_S,
+            trust_env=False,
+        ) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if '"logprobs":{' in line:
+                    first.set()
+                if ended.is_set():
+                    return True
+        return False
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        try:
+            while not first.wait(0.1):
+                assert not reading.done(), reading.result()
+            yield
+        finally:
+            ended.set()
+    assert reading.result(), "the response was to take longer"
 
 
 def ask_all(url: str, contents: Iterable[Sequence[dict[str, Any]] | str]) -> list[Answer]:

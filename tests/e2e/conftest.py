@@ -42,8 +42,8 @@ ENGINE_MODULES = (
 )
 """Modules imported by the process from which engines are forked; others are imported if needed."""
 CPU_MODULES = (*ENGINE_MODULES, "vllm.v1.worker.cpu_worker")
-KV_BLOCKS = 1024
-"""Blocks of engines on the CPU: 131,072 tokens. Each start writes their GiB page by page."""
+KV_BLOCKS = 320
+"""Blocks of engines on the CPU: 40,960 tokens. Each start writes all their memory, page by page."""
 VIDEOS: dict[str, Any] = {"limit_mm_per_prompt": {"video": 2}, "skip_mm_profiling": True}
 """Engine arguments by which the demo's model takes videos."""
 

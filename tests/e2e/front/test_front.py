@@ -386,17 +386,15 @@ def test_backlog_counts_work_from_dispatch_to_completion(front: Split) -> None:
             found[name] = total(page, f"vllm:{name}_tokens_total{{}}")
         return found
 
-    # So long that a page shows all three at once, on a busy machine as well.
-    long: dict[str, Any] = {"max_tokens": 800, "ignore_eos": True}
     ask(front.url, [picture(50), ASK], max_tokens=50)  # From then on it is known what both take.
     before = seen()
     with ThreadPoolExecutor(3) as pool:
-        pending = [
-            pool.submit(post, front.url, body([picture(seed), ASK], **long))
-            for seed in (51, 52, 53)
-        ]
         pages = []
-        wait_until(lambda: pages.append(seen()) or pages[-1]["in flight"] == 3, "all are sent")
+        with encoders_held(front):
+            pending = [
+                pool.submit(post, front.url, body([picture(seed), ASK])) for seed in (51, 52, 53)
+            ]
+            wait_until(lambda: pages.append(seen()) or pages[-1]["in flight"] == 3, "all are sent")
         answers = [each.result().json()["usage"] for each in pending]
     sent, done = pages[-1], seen()
     came_s = sent["came prefill-decode"] - before["came prefill-decode"]

@@ -16,7 +16,7 @@ def test_items_that_left_the_engine_come_from_the_encoders_cache(pair: Pair) -> 
     room = metric(pair.split.pid, "ec_consumer", "epd_pd_encoder_cache_embeddings")
     contents = [[picture(seed, 224), ASK] for seed in range(7000, 7000 + int(room) // 64 + 2)]
     before = counts(pair.split.pid, "ec_producer")
-    first = [ask(pair.split.url, content) for content in contents]
+    first = [ask(pair.split.url, content, max_tokens=1) for content in contents]
     encoded = pair.split.encoded_by("encode")
     again = ask(pair.split.url, [text("Look: "), *contents[0]])
     assert again.sources == ["transfer"]

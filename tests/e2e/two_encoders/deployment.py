@@ -62,9 +62,9 @@ class Deployment:
             each["problem"] for each in asyncio.run(front.instances()) if each["name"] == name
         )
 
-    def compare(self, content: Any, answer: Answer) -> None:
+    def compare(self, content: Any, answer: Answer, **extra: Any) -> None:
         """Check that a response is close to one process's, with every item from an encoder."""
-        assert_close(answer, ask(self.pair.reference_url, content))
+        assert_close(answer, ask(self.pair.reference_url, content, **extra))
         assert {(item["source"], item["path"]) for item in answer.items} == {("transfer", "tcp")}
 
 

@@ -31,8 +31,10 @@ from tests.e2e.two_encoders.deployment import (
 from tests.kit.load import Load
 
 REFUSED = f"{PD} refuses its items: encoder outputs differ by"
-PAUSE_S = 0.4
+PAUSE_S = 0.8
 """Seconds between two requests of a client that repeats its request."""
+LOAD_TOKENS = 4
+"""Tokens of each response to such a client."""
 
 
 def pictures(first: int, count: int = 4) -> list[dict[str, Any]]:
@@ -147,7 +149,7 @@ def test_encoder_leaves_and_joins_under_load_without_loss(
 
     def send(number: int) -> tuple[Any, Answer]:
         content = pictures(2000 + 2 * number, 2)  # Of no other test, however many are asked.
-        return content, ask(split.url, content)
+        return content, ask(split.url, content, max_tokens=LOAD_TOKENS)
 
     def encoders_of_next() -> set[str]:
         return encoders_of([answer for _, answer in load.wait_for(4)])
@@ -179,8 +181,9 @@ def test_encoder_leaves_and_joins_under_load_without_loss(
         wait_until(lambda: encoders_of_next() == ENCODERS, "both encode again")
     assert deployment.problem(JOINED) == ""
     assert deployment.states() == dict.fromkeys([*ENCODERS, PD], "up")
-    for content, answer in [(pictures(720), inflight.result()), *load.seen]:
-        deployment.compare(content, answer)
+    deployment.compare(pictures(720), inflight.result())
+    for content, answer in load.seen:
+        deployment.compare(content, answer, max_tokens=LOAD_TOKENS)
 
 
 def test_the_pd_instance_encoded_nothing(deployment: Deployment) -> None:
