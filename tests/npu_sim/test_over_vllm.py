@@ -66,7 +66,8 @@ SCHEDULERS = ["test_encoder_scheduler.py", "test_pd_scheduler.py"]
     ("pair", "files"),
     [
         pytest.param(OLDEST, SCHEDULERS, id="schedulers of the oldest", marks=pytest.mark.full),
-        pytest.param(NEWEST, SCHEDULERS, id="schedulers"),
+        # Engines of `tests/npu_sim/e2e` run the newest pair's schedulers, with and without ranks.
+        pytest.param(NEWEST, SCHEDULERS, id="schedulers", marks=pytest.mark.full),
         pytest.param(NEWEST, ["test_second_runner.py"], id="second runner"),
     ],
 )
