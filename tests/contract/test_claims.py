@@ -21,13 +21,6 @@ def state(desk: Desk, mm_hash: str) -> State:
 # -- the order of room ---------------------------------------------------------------------------
 
 
-def test_claims_are_reserved_in_order_up_to_the_first_misfit(desk: Desk) -> None:
-    for name, size in (("a", 6), ("b", 6), ("c", 1)):
-        desk.claim(name, name, size)
-    assert desk.reserve() == ["a"]
-    assert desk.reserve() == [], "c would fit, but b was first"
-
-
 def test_running_requests_items_are_granted_first(desk: Desk) -> None:
     desk.claim("seated", "held", 6)
     desk.reserve()
@@ -42,23 +35,6 @@ def test_running_requests_items_are_granted_first(desk: Desk) -> None:
     desk.reserve()
     desk.step()
     assert desk.reserve() == ["c"]
-
-
-def test_request_starts_with_all_its_space_or_as_first_waiting(desk: Desk) -> None:
-    desk.claim("r", "r1", 4, 0)
-    desk.claim("s", "s1", 4, 0)
-    desk.claim("s", "s2", 4, 1)
-    desk.claim("t", "t1", 1)
-    desk.reserve()
-    assert [desk.may_start(who) for who in "rst"] == [True, False, False]
-    desk.run("r")
-    assert [desk.may_start(who) for who in "rst"] == [True, True, False]
-    desk.run("r", False)
-    assert not desk.may_start("s"), "r may wait for the seat that s would take"
-    desk.leave("s")
-    desk.reserve()
-    assert desk.may_start("t")
-    assert desk.may_start("without items")
 
 
 def test_claim_order_follows_start_and_preemption_of_its_request(desk: Desk) -> None:
@@ -92,26 +68,6 @@ def test_running_request_takes_space_of_requests_not_started(desk: Desk) -> None
 # -- items that several requests want ------------------------------------------------------------
 
 
-def test_present_entry_is_not_held_while_an_earlier_claim_waits(desk: Desk) -> None:
-    desk.claim("r", "here", 6)
-    desk.reserve()
-    desk.deliver("here")
-    desk.leave("r")
-    desk.claim_local("keeps", "kept", 4)
-    desk.reserve()
-    desk.claim_local("first", "large", 10)
-    desk.claim("newcomer", "here", 6)
-    desk.reserve()
-    assert "here" in desk.cache
-    assert desk.cache.holders("here") == frozenset()
-    assert not desk.cache.check_and_update_cache(desk.request("newcomer"), 0)
-    assert "t-newcomer" not in desk.ended, "it may be evicted before its turn"
-    desk.leave("keeps")
-    desk.reserve()
-    assert desk.may_encode("first")
-    assert "here" not in desk.cache
-
-
 def test_present_entry_is_held_in_turn_without_its_transfer(desk: Desk) -> None:
     desk.claim("r", "here", 4)
     desk.reserve()
@@ -127,22 +83,6 @@ def test_present_entry_is_held_in_turn_without_its_transfer(desk: Desk) -> None:
     assert "t-newcomer" in desk.ended
 
 
-@pytest.mark.parametrize("advanced", [True, False], ids=["before its turn", "at once"])
-def test_a_transfer_of_a_present_entry_ends_with_its_request(desk: Desk, advanced: bool) -> None:
-    desk.claim("r", "here", 4)
-    desk.reserve()
-    desk.deliver("here")
-    desk.claim("first", "other", 10)
-    desk.claim("newcomer", "here", 4)
-    if advanced:
-        desk.reserve()
-    desk.leave("newcomer")
-    assert desk.ended == ["t-r", "t-newcomer"]
-    for request_id in ("r", "first"):
-        desk.leave(request_id)
-    desk.assert_everything_is_back()
-
-
 def test_unused_entry_of_another_description_is_replaced(desk: Desk) -> None:
     desk.claim("r", "a", 4)
     desk.reserve()
@@ -155,31 +95,7 @@ def test_unused_entry_of_another_description_is_replaced(desk: Desk) -> None:
     assert desk.cache.num_free_slots == 10
 
 
-def test_item_awaited_under_another_description_is_refused(desk: Desk) -> None:
-    desk.claim("r", "a", 4)
-    assert desk.cache.open("a", tensor(5)) is None
-    desk.leave("r")
-    assert desk.cache.open("a", tensor(5)) is not None
-
-
 # -- slots ---------------------------------------------------------------------------------------
-
-
-def test_idle_items_slot_is_reused_a_step_after_its_eviction() -> None:
-    desk = Desk(cache_embeds=100, pool_bytes=10)
-    desk.claim("r", "old", 8)
-    desk.reserve()
-    desk.deliver("old")
-    desk.claim("s", "new", 8)
-    assert desk.reserve() == []
-    desk.step()
-    assert "old" in desk.cache, "held, so it stays"
-    desk.leave("r")
-    assert desk.reserve() == []
-    assert "old" not in desk.cache
-    assert desk.reserve() == [], "the workers have not forgotten it yet"
-    desk.step()
-    assert desk.reserve() == ["new"]
 
 
 def test_no_more_is_evicted_while_slots_are_on_their_way_back() -> None:
@@ -216,38 +132,7 @@ def test_entries_that_occupy_no_slot_are_not_evicted_for_slots() -> None:
     assert "local" in desk.cache
 
 
-def test_item_gets_a_new_slot_after_its_former_one_was_read(desk: Desk) -> None:
-    desk.claim("r", "a", 4)
-    desk.reserve()
-    desk.deliver("a")
-    desk.leave("r")
-    desk.cache.reset()
-    desk.claim("s", "a", 4)
-    assert desk.reserve() == []
-    desk.step()
-    assert desk.reserve() == ["a"]
-    desk.deliver("a")
-    desk.leave("s")
-    desk.assert_everything_is_back()
-
-
-def test_an_item_that_was_not_granted_does_not_land(desk: Desk) -> None:
-    item = desk.claim("r", "a", 5).item
-    desk.reserve()
-    with pytest.raises(AssertionError, match="RESERVED to RESIDENT"):
-        desk.cache.land(item)
-
-
 # -- leaving -------------------------------------------------------------------------------------
-
-
-def test_a_request_that_claims_its_own_item_again_waits_once(desk: Desk) -> None:
-    claim = desk.claim("r", "a", 5)
-    assert desk.claim("r", "a", 5) is claim
-    assert list(claim.inputs) == [0]
-    assert desk.who("r").is_pending
-    desk.reserve()
-    assert desk.cache.num_free_slots == 5
 
 
 def test_a_request_that_is_unknown_holds_nothing(desk: Desk) -> None:
@@ -264,23 +149,6 @@ def test_a_request_that_is_unknown_holds_nothing(desk: Desk) -> None:
 
 
 # -- encoding here -------------------------------------------------------------------------------
-
-
-def test_an_item_without_transfers_is_encoded_here(desk: Desk) -> None:
-    desk.claim("r", "a", 5)
-    desk.reserve()
-    assert not desk.may_encode("r"), "it is on its way"
-    desk.lose_transfers("a")
-    assert not desk.may_encode("r"), "it has no room now"
-    assert desk.pool.free_bytes == 10
-    assert desk.reserve() == []
-    assert desk.may_encode("r")
-    assert not desk.cache.can_allocate(desk.request("r"), 0, 4, 0), "beyond the step's budget"
-    desk.encode("r")
-    assert desk.cache.check_and_update_cache(desk.request("r"), 0)
-    assert desk.cache.get_cached_input_ids(desk.request("r")) == {0}
-    desk.leave("r")
-    desk.assert_everything_is_back()
 
 
 def test_transfer_is_dropped_while_its_item_is_encoded_locally(desk: Desk) -> None:
@@ -311,32 +179,6 @@ def test_expired_request_encodes_an_item_that_others_await(desk: Desk, reserved:
     assert state(desk, "cat") is State.LOCAL
     desk.encode("r")
     assert desk.cache.check_and_update_cache(desk.request("s"), 0)
-
-
-def test_item_without_encoder_is_lost_with_its_last_transfer(desk: Desk) -> None:
-    desk.claim("r", "a", 5, metadata_only=True)
-    desk.claim("s", "a", 5)
-    desk.reserve()
-    desk.lose_transfers("a", "nobody has it")
-    assert desk.who("r").lost == {"a": "nobody has it"}
-    assert not desk.who("r").claims
-    assert desk.who("s").lost == {}
-    desk.reserve()
-    assert not desk.cache.can_allocate(request("r", ("a", 5)), 0, 100, 0)
-    assert desk.may_encode("s")
-
-
-def test_item_is_lost_when_the_only_request_with_media_leaves(desk: Desk) -> None:
-    desk.claim_local("r", "a", 5)
-    desk.claim_local("s", "a", 5, metadata_only=True)
-    desk.reserve()
-    assert desk.who("s").lost == {}
-    assert not desk.may_encode("s")
-    desk.leave("r")
-    desk.reserve()
-    assert set(desk.who("s").lost) == {"a"}
-    assert "a" not in desk.cache.items
-    assert desk.cache.num_free_slots == 10
 
 
 # -- room that is lost ---------------------------------------------------------------------------
@@ -502,47 +344,6 @@ def test_item_larger_than_the_cache_is_refused_at_once(desk: Desk) -> None:
     assert not desk.cache.fits_at_all(11, 1)
     assert not desk.cache.fits_at_all(1, 11)
     assert desk.cache.fits_at_all(10), "encoded here, it needs no slot"
-
-
-def test_item_without_media_is_retained_while_space_is_freed(desk: Desk) -> None:
-    desk.claim("q", "e", 4)
-    for input_id, name in enumerate(("a", "c", "a")):
-        desk.claim("r", name, 4, input_id, metadata_only=True)
-    assert desk.reserve() == ["e", "a"]
-    desk.grant("e")
-    desk.deliver("a")
-    desk.run("q")
-    desk.cache.moved(desk.who("r"), 1, running=True)  # It has computed the first of two.
-    desk.claim("s", "a", 4, metadata_only=True)
-    assert desk.reserve() == []
-    assert "r" in desk.cache.holders("a"), "a transfer is left, and it is s's"
-    desk.deliver("e")
-    desk.leave("q")
-    desk.reserve()
-    desk.step()
-    assert "c" in desk.given + desk.reserve()
-    for request_id in "rs":
-        desk.leave(request_id)
-    desk.assert_everything_is_back()
-
-
-def test_item_without_media_is_retained_before_others_compute(desk: Desk) -> None:
-    desk.claim("q", "e", 4)
-    for input_id, name in enumerate(("a", "c", "a")):
-        desk.claim("r", name, 4, input_id, metadata_only=True)
-    assert desk.reserve() == ["e", "a"]
-    desk.deliver("e")
-    desk.deliver("a")
-    desk.cache.moved(desk.who("r"), 1, running=False)  # The prefix cache covers the first place.
-    assert desk.reserve() == []
-    assert "r" in desk.cache.holders("a"), "q has all that it needs"
-    desk.run("q")
-    desk.leave("q")
-    desk.reserve()
-    desk.step()
-    assert "c" in desk.given + desk.reserve()
-    desk.leave("r")
-    desk.assert_everything_is_back()
 
 
 def test_item_is_not_left_to_request_that_prefix_cache_covers(desk: Desk) -> None:

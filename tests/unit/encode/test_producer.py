@@ -28,7 +28,6 @@ LEASE_S, TIMEOUT_S, RESEND_S = 10.0, 30.0, 1.0
 ANNOUNCED = Announce(transfer_id="t", mm_hash="item", tensor=SPEC, producer=peer())
 WRITTEN = Written(transfer_id="t", generation=1)
 ABORT = Abort(transfer_id="t", reason="why")
-ABORT_BY_RESET = Abort(transfer_id="t", reason="reset")
 RELEASED = Nack(transfer_id="t", code=NackCode.RELEASED, detail="the slot is not written any more")
 OTHER_ITEM = Nack(transfer_id="t", code=NackCode.UNEXPECTED, detail="another size")
 FINAL: list[tuple[AnyMessage, str]] = [
@@ -108,25 +107,11 @@ def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
     return Desk()
 
 
-def test_an_output_is_for_every_transfer_of_its_item_only(desk: Desk) -> None:
-    for number, (transfer_id, mm_hash) in enumerate([("t", "item"), ("u", "item"), ("v", "other")]):
-        desk.submit(transfer_id, mm_hash)
-        desk.receive(grant(number, transfer_id, attempt=number))
-    desk.session.output_ready("item")
-    assert [write.order.transfer_id for write in desk.poll().writes] == ["t", "u"]
-
-
 @pytest.mark.parametrize(("state", "question"), [("asking", ANNOUNCED), ("written", WRITTEN)])
 def test_message_without_reply_is_repeated(desk: Desk, state: str, question: AnyMessage) -> None:
     desk.reach(state)
     assert desk.messages(RESEND_S - 0.1) == []
     assert desk.messages(0.1) == [question]
-
-
-def test_written_can_be_had_without_a_poll(desk: Desk) -> None:
-    desk.reach("writing")
-    desk.end_write(well=True)
-    assert desk.session.take_actions() == Actions(messages=[(PD, WRITTEN)])
 
 
 def test_a_failed_write_is_reported_and_ends_the_transfer(desk: Desk) -> None:
@@ -179,27 +164,6 @@ def test_transfer_failed_early_is_announced_first(desk: Desk) -> None:
     desk.submit()
     desk.session.fail(0, "reset")
     assert desk.poll() == ended("reset", ANNOUNCED, Abort(transfer_id="t", reason="reset"))
-
-
-@pytest.mark.parametrize("times", [1, 2, 3])
-def test_transfer_submitted_again_after_a_reset_outlives_it(desk: Desk, times: int) -> None:
-    desk.reach("writing")
-    ends = []
-    for _ in range(times):
-        desk.session.reset("reset")
-        desk.submit()
-        ends += desk.poll().finished
-    desk.end_write(well=True)
-    assert desk.session.take_actions().messages == [(PD, ABORT_BY_RESET)], "nothing is written"
-    desk.session.output_ready("item", "output")
-    desk.receive(grant(attempt=times))
-    (write,) = desk.poll().writes
-    assert (write.attempt, write.output) == (times, "output")
-    desk.end_write(well=True, attempt=times)
-    desk.receive(Injected(transfer_id="t", attempt=times))
-    assert desk.poll().finished == [Finished(order("t"), output="output")]
-    assert len(ends) == times - 1 and all(each.is_outdated for each in ends)
-    assert len(desk.session) == 0
 
 
 def test_output_of_a_write_is_dropped_at_a_reset(desk: Desk) -> None:
