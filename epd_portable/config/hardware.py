@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BeforeValidator, Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from epd_portable import envs
 from epd_portable.config.instance import PlatformName
@@ -17,24 +17,14 @@ from epd_portable.errors import ConfigError
 PROFILES = SHIPPED / "hardware"
 
 
-def _bare(value: Any) -> Any:
-    if isinstance(value, dict):
-        raise ValueError("write the value alone, and where it comes from as a comment")
-    return value
-
-
-Count = Annotated[int, BeforeValidator(_bare), Field(ge=1, le=1024)]
-PortRange = Annotated[list[Port], BeforeValidator(_bare), Field(min_length=2, max_length=2)]
-
-
 class HardwareProfile(Section):
     """A kind of server; ``docs/configuration.md`` defines the keys."""
 
     platform: PlatformName
     device: Annotated[str, Field(min_length=1)]
     accelerator_type: Annotated[str, Field(min_length=1)] | None = None
-    devices_per_node: Count
-    avoid_ports: PortRange | None = None
+    devices_per_node: Annotated[int, Field(ge=1, le=1024)]
+    avoid_ports: Annotated[list[Port], Field(min_length=2, max_length=2)] | None = None
     _name: str = PrivateAttr(default="")
 
     @field_validator("avoid_ports")

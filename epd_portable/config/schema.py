@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
 from epd_portable.config.front import FrontSection
 from epd_portable.config.groups import EngineArgs, Environment, Instances
@@ -126,6 +126,10 @@ class Topology(Section):
         if role not in TAKES_ITEMS or role not in ENCODES or self.secret_file is not None:
             return role in TAKES_ITEMS
         return sum(self.instances.counts[each] for each in ENCODES) > 1
+
+    def engine_args_of(self, role: Role) -> dict[str, JsonValue]:
+        """Return the engine arguments that the file sets for instances of a role."""
+        return {**self.engine_args, **self.instances.of(role).engine_args}
 
     @property
     def encodes_apart(self) -> bool:

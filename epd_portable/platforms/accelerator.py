@@ -34,11 +34,9 @@ class StreamEvent(DeviceEvent):
         self._event = event
 
     def wait(self) -> None:
-        """Make the current stream wait."""
         _ask_device(self._event.wait)
 
     def done(self) -> bool:
-        """Query the device."""
         return bool(_ask_device(self._event.query))
 
     def block(self) -> None:
@@ -93,12 +91,10 @@ class AcceleratorPlatform(CollectivePlatform):
         """
 
     def device_count(self) -> int:
-        """Return how many devices this process may see."""
         with self._translated("count the devices"):
             return int(self._runtime.device_count())
 
     def device(self, index: int) -> torch.device:
-        """Return the device with its index."""
         count = self.device_count()
         if not 0 <= index < count:
             variable = str(self.traits.visible_devices_env)
@@ -109,7 +105,6 @@ class AcceleratorPlatform(CollectivePlatform):
         return torch.device(self.device_type, index)
 
     def set_device(self, index: int) -> None:
-        """Make a device the calling thread's current one."""
         device = self.device(index)
         with self._translated(f"use {device}"):
             self._runtime.set_device(device)
@@ -135,7 +130,6 @@ class AcceleratorPlatform(CollectivePlatform):
         return context
 
     def record_event(self) -> DeviceEvent:
-        """Record an event on the current stream."""
         with self._translated("record an event"):
             # CUDA lets a thread that waits for it sleep; by default it would spin.
             event = self._runtime.Event(blocking=True)
@@ -148,12 +142,10 @@ class AcceleratorPlatform(CollectivePlatform):
             tensor.record_stream(self._runtime.current_stream(tensor.device))
 
     def pin_host(self, address: int, nbytes: int) -> None:
-        """Register the range."""
         with self._translated(f"pin {nbytes} bytes at {address:#x}"):
             self._register_host(address, nbytes)
 
     def unpin_host(self, address: int) -> None:
-        """Unregister the range that starts at ``address``."""
         with self._translated(f"unpin {address:#x}"):
             self._unregister_host(address)
 

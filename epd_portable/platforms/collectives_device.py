@@ -58,7 +58,6 @@ class CollectivePlatform(Platform):
         """Release completed work of that backend; raises ``RuntimeError`` if it failed."""
 
     def new_group(self, rendezvous: Rendezvous, *, index: int, timeout_s: float) -> CollectiveGroup:
-        """Join a group that moves device tensors by the platform's own backend."""
         self.set_device(index)
         return DeviceCollectiveGroup(rendezvous, platform=self, index=index, timeout_s=timeout_s)
 

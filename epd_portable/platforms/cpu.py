@@ -29,7 +29,6 @@ class PassedEvent(DeviceEvent):
         """Do nothing: there is no work left to wait for."""
 
     def done(self) -> bool:
-        """Return ``True``."""
         return True
 
     def block(self) -> None:
@@ -54,13 +53,11 @@ class CpuPlatform(Platform):
         return 1
 
     def device(self, index: int) -> torch.device:
-        """Return ``torch.device("cpu")`` for index 0."""
         if index != 0:
             raise PlatformUnavailableError(f"cpu device {index}: the CPU is one device, index 0")
         return torch.device("cpu")
 
     def set_device(self, index: int) -> None:
-        """Check the index."""
         self.device(index)
 
     def supports_dtype(self, dtype: torch.dtype) -> bool:
@@ -79,7 +76,6 @@ class CpuPlatform(Platform):
         return nullcontext()
 
     def record_event(self) -> DeviceEvent:
-        """Return an event that has passed."""
         return PassedEvent()
 
     def adopt(self, tensor: torch.Tensor) -> None:
@@ -96,11 +92,9 @@ class CpuPlatform(Platform):
         raise UnsupportedError("cpu: there is no device memory to share; use the shm transfer path")
 
     def open_tensor(self, handle: ShareHandle) -> torch.Tensor:
-        """Refuse, as `share_tensor`."""
         raise UnsupportedError(
             f"cpu: cannot open {handle.device_type} memory; use the shm transfer path"
         )
 
     def new_group(self, rendezvous: Rendezvous, *, index: int, timeout_s: float) -> CollectiveGroup:
-        """Join a gloo group."""
         return CollectiveGroup(rendezvous, device=self.device(index), timeout_s=timeout_s)

@@ -67,7 +67,6 @@ class CudaPlatform(AcceleratorPlatform):
             runtime.set_stream(stream)
 
     def _register_host(self, address: int, nbytes: int) -> None:
-        """Register the range for all contexts of this process."""
         code = _cudart().cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE)
         if int(code) != 0:
             _clear_error()
@@ -99,7 +98,6 @@ class CudaPlatform(AcceleratorPlatform):
         return tensor
 
     def data_backend(self, store: Store, rank: int, size: int) -> Any:
-        """See `AcceleratorPlatform`."""
         backend_cls = torch.distributed.ProcessGroupNCCL
         options = backend_cls.Options()
         # Deadlines are kept by the group; NCCL's own would end the process.
@@ -109,7 +107,6 @@ class CudaPlatform(AcceleratorPlatform):
             return backend_cls(store, rank, size, options)
 
     def end_work(self, work: Any) -> None:
-        """See `AcceleratorPlatform`."""
         # NCCL's work is completed when it failed, too. It raises when queried for that (torch 2.11
         # to 2.13); the wait, which does not block any more, raises what went wrong.
         work.wait()

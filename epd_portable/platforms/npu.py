@@ -189,7 +189,6 @@ class NpuPlatform(AcceleratorPlatform):
                 _keep(tensor)
 
     def data_backend(self, store: Store, rank: int, size: int) -> Any:
-        """See `AcceleratorPlatform`."""
         backend_cls = _torch_npu()._C._distributed_c10d.ProcessGroupHCCL
         options = backend_cls.Options()
         # Deadlines are kept by the group; HCCL's own would end the process.
@@ -199,7 +198,6 @@ class NpuPlatform(AcceleratorPlatform):
             return backend_cls(store, rank, size, options)
 
     def end_work(self, work: Any) -> None:
-        """See `AcceleratorPlatform`."""
         if not work.is_success():
             raise RuntimeError("HCCL reports that the work failed")
         # Complete already; the call releases the tensor, which HCCL keeps until then.

@@ -174,11 +174,6 @@ class Engine:
             **settings,
         )
 
-    @property
-    def wished_args(self) -> dict[str, JsonValue]:
-        """The engine arguments that the file sets for it."""
-        return {**self.topology.engine_args, **self.group.engine_args}
-
     def arguments(self, **others: JsonValue) -> list[str]:
         """Return vLLM's arguments of the engine alone, without those of a server.
 
@@ -232,7 +227,7 @@ class Engine:
         if self.model.is_folder:
             variables["HF_HUB_OFFLINE"] = "1"
         if traits.visible_devices_env is None:
-            eager = self.wished_args.get("enforce_eager") is True
+            eager = self.topology.engine_args_of(self.role).get("enforce_eager") is True
             variables |= cpu_env(self.placement.cores, eager=eager)
         variables |= {**self.topology.env, **group.env}
         # See `owned_variables`.
@@ -261,7 +256,7 @@ class Engine:
         """Return what makes vLLM leave the encoder out (0.31 on): no media, embeddings only."""
         if not isinstance(self.group, PrefillDecodeGroup) or self.group.encoder:
             return {}
-        wished = self.wished_args.get("limit_mm_per_prompt")
+        wished = self.topology.engine_args_of(self.role).get("limit_mm_per_prompt")
         limits = dict(wished) if isinstance(wished, dict) else {}
         return {
             "limit_mm_per_prompt": {**limits, **dict.fromkeys(("image", "video", "audio"), 0)},
@@ -367,7 +362,7 @@ def front_argv(engines: Sequence[Engine]) -> tuple[str, ...]:
     found = [sys.executable, "-m", "epd_portable.front.server"]
     found += ["--settings", json.dumps(_settings(engines))]
     # Media are processed here for encoders, whether the decode-capable engine takes any or not.
-    wished = answers.wished_args
+    wished = answers.topology.engine_args_of(answers.role)
     media = {name: wished.get(name) for name in ("limit_mm_per_prompt", "enable_mm_embeds")}
     found += [*answers.arguments(**media), "--served-model-name", answers.model.served_name]
     found += ["--host", front.host, "--port", str(front.port)]
@@ -392,11 +387,9 @@ def answering(engines: Sequence[Engine]) -> Engine:
 
 def _sockets(engine: Engine) -> list[str]:
     """Return the Unix socket of each API server of the front."""
-    topology, instances = engine.topology, engine.topology.instances
-    groups = [instances.of(role) for role in _ANSWERS if instances.counts[role]]
-    wished = [
-        {**topology.engine_args, **each.engine_args}.get("api_server_count") for each in groups
-    ]
+    topology, counts = engine.topology, engine.topology.instances.counts
+    groups = (topology.engine_args_of(role) for role in _ANSWERS if counts[role])
+    wished = [each.get("api_server_count") for each in groups]
     count = max((each for each in wished if isinstance(each, int)), default=1)
     return [f"{engine.temp_dir}/front-{index}" for index in range(max(1, count))]
 

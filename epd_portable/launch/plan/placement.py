@@ -289,18 +289,16 @@ def _sharing_warnings(
     for device, instances in placed.by_device.items():
         if len(instances) < 2:
             continue
-        groups = {each.name: topology.instances.of(each.role) for each in instances}
+        groups = [topology.instances.of(each.role) for each in instances]
         share = traits.share_env
-        if share and not any({**topology.env, **one.env}.get(share[0]) for one in groups.values()):
+        if share and not any({**topology.env, **one.env}.get(share[0]) for one in groups):
             variable, remedy = share
             yield (
                 f"device {device}: {_names(instances)} compute in turns and without priorities, "
                 "by which first tokens of images came 1.2 to 1.3 times as late as one vLLM's (on "
                 f"one H200); set {variable} in instances.*.env, and {remedy}"
             )
-        arguments = {
-            name: {**topology.engine_args, **one.engine_args} for name, one in groups.items()
-        }
+        arguments = {each.name: topology.engine_args_of(each.role) for each in instances}
         parts = {name: _utilization(own) for name, own in arguments.items()}
         if (total := round(sum(parts.values()), 6)) > 1:
             shown = ", ".join(f"{name} {part:g}" for name, part in parts.items())

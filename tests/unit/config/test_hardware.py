@@ -39,7 +39,7 @@ def test_every_shipped_profile_loads_and_its_numbers_are_right(path: Path) -> No
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"devices_per_node": {"value": 8, "source": "x"}}, "write the value alone"),
+        ({"devices_per_node": 0}, "should be greater than or equal to 1"),
         ({"platform": "tpu"}, "input should be 'cuda', 'npu' or 'cpu', got 'tpu'"),
         ({"avoid_ports": [9, 3]}, "9 is above 3"),
         ({"avoid_ports": [9]}, "should have at least 2 items"),
