@@ -140,8 +140,9 @@ class FrontSection(Section):
     """Origins of web pages that may send requests, as `https://chat.example.com`, or `*`. JSON
     needs `content-type: application/json`, else 400. Forms of other origins get 403."""
     item_outcomes: bool = False
-    """Return the source of each item (`ec_transfer_params`) in responses that are not streamed.
-    Clients can learn whether others sent the same image."""
+    """Return the source of each item (`ec_transfer_params`) in responses that are not streamed,
+    before vLLM 0.26 in `kv_transfer_params`. Clients can learn whether others sent the same
+    image."""
     max_body_bytes: Annotated[Size, Field(ge=1024)] = 64 << 20
     """Largest request body. Larger ones get 413. At least 1 KiB."""
     max_bodies_bytes: Annotated[Size, Field(ge=1024)] = 1 << 30

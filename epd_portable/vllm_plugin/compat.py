@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import logging
 from collections.abc import Callable
 from contextlib import aclosing
@@ -483,12 +482,7 @@ def take_params(output: Any) -> Any:
 def transfer_params(request: Any) -> dict[str, Any] | None:
     """Return the ``ec_transfer_params`` that came with a request."""
     if version() < CARRIES_PARAMS:
-        # `ParamsMiddleware` sends a text, the front a dictionary.
         params = (getattr(request.sampling_params, "extra_args", None) or {}).get(FIELD)
-        try:
-            params = json.loads(params) if isinstance(params, str) else params
-        except ValueError:
-            params = None
     else:
         params = request.ec_transfer_params
     return params if isinstance(params, dict) else None

@@ -91,7 +91,9 @@ def ask(
 def answer_of(response: httpx.Response) -> Answer:
     assert response.status_code == 200, response.text
     answer = response.json()
-    items = (answer.get("ec_transfer_params") or {}).get("items", ())
+    # Before vLLM 0.26 the field is within another.
+    fields = {**(answer.get("kv_transfer_params") or {}), **answer}
+    items = (fields.get("ec_transfer_params") or {}).get("items", ())
     return _answer(answer["choices"][0]["logprobs"]["content"], items)
 
 

@@ -24,7 +24,6 @@ from epd_portable.config.roles import DUTIES, ENCODES, ROLES, Role
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.environment import run_secret_file, shm_prefix
-from epd_portable.launch.plan import machine
 from epd_portable.launch.plan.kv import KV_CONNECTORS, KVConnector
 from epd_portable.launch.plan.placement import Cores, InstancePlacement
 from epd_portable.platforms.traits import PlatformTraits
@@ -37,9 +36,6 @@ CONNECTOR = {
     "ec_connector": "EPDConnector",
     "ec_connector_module_path": "epd_portable.vllm_plugin.ec_connector",
 }
-PARAMS = "epd_portable.vllm_plugin.params_bridge.ParamsMiddleware"
-CARRIES_PARAMS = (0, 26)
-"""First vLLM whose API server knows ``ec_transfer_params``."""
 CPU_KV_GIB = "VLLM_CPU_KVCACHE_SPACE"
 ROLE_ARGS: dict[str, dict[str, JsonValue]] = {
     # An encoder computes no KV blocks, so there is no prefix to find again. It generates nothing,
@@ -372,10 +368,6 @@ def front_argv(engines: Sequence[Engine]) -> tuple[str, ...]:
     found += ["--allowed-media-domains", _NO_DOMAIN]
     found += ["--shutdown-timeout", str(math.ceil(front.drain_s))]
     found += ["--enable-request-id-headers", "--disable-uvicorn-access-log"]
-    version = machine.vllm_version()
-    if front.item_outcomes and version and version < CARRIES_PARAMS:
-        found += ["--middleware", PARAMS]
-    # The last is outermost.
     found += ["--middleware", "epd_portable.front.http.FrontMiddleware"]
     return tuple(found)
 

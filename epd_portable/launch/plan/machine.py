@@ -8,7 +8,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -58,15 +57,6 @@ def installed_engines() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def vllm_version() -> tuple[int, int] | None:
-    """Return major and minor version of vLLM; ``None`` if it is not here, or has no number."""
-    for name, version in installed_engines().items():
-        found = re.match(r"(\d+)\.(\d+)", version)
-        if found is not None and name != "vllm-ascend":
-            return int(found[1]), int(found[2])
-    return None
 
 
 def allowed_cores() -> tuple[int, ...]:

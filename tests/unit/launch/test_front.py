@@ -10,7 +10,6 @@ import yaml
 from epd_portable.config.document import dotted
 from epd_portable.config.front import FrontSection
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.engine import PARAMS
 from epd_portable.launch.plan.file_checks import engine_settings
 from epd_portable.launch.plan.processes import Plan
 from epd_portable.platforms.traits import TRAITS
@@ -86,16 +85,6 @@ def test_front_has_the_cores_that_no_engine_has_or_may_use_all() -> None:
 def test_server_arguments_unknown_to_engines_are_refused(extra: str, problem: str) -> None:
     ((key, found),) = engine_settings(TRAITS["cpu"], yaml.safe_load(extra))
     assert problem in f"{dotted(key)} {found}"
-
-
-@pytest.mark.parametrize(("version", "carried"), [((0, 25), True), ((0, 26), False)])
-def test_item_outcomes_have_their_middleware_before_vllm_0_26(
-    version: tuple[int, int], carried: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("epd_portable.launch.plan.machine.vllm_version", lambda: version)
-    plan = planned("front: {item_outcomes: true}")
-    assert (PARAMS in plan.processes[-1].argv) is carried
-    assert PARAMS not in planned().processes[-1].argv
 
 
 @pytest.mark.parametrize("name", FrontSection.model_fields)
