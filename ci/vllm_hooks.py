@@ -456,7 +456,7 @@ HOOKS: tuple[Relied, ...] = (
         (*_FRONT_CLIENT, *_PREFILL_SCHEDULER),
         "request_id new_token_ids finish_reason kv_transfer_params",
     ),
-    _row("v1.engine.EngineCoreOutput", _COMPAT, "ec_transfer_params", since=(0, 26)),
+    _row("v1.engine.EngineCoreOutput", _ITEMS, "ec_transfer_params", since=(0, 26)),
     _row("v1.engine.EngineCoreOutputs", _FRONT_CLIENT, "outputs engine_index"),
     _row("v1.engine.FinishReason", _FRONT_CLIENT, "ERROR ABORT"),
     _row(

@@ -29,8 +29,8 @@ from epd_portable.errors import ProtocolError, TransportError
 from epd_portable.placement.estimates import Pace
 from epd_portable.transfer.curve import CurveGate, CurveKeys
 from epd_portable.transfer.sessions import new_session
-from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.job_items import JobReader, is_proved
+from epd_portable.vllm_plugin.requests import take_params
 from epd_portable.wire import jobs
 from epd_portable.wire.jobs import (
     BEAT_S,
@@ -362,7 +362,7 @@ class Hub:
             while True:
                 for each in (await self._client.get_output_async()).outputs:
                     if not each.request_id:
-                        self._pass_on(msgspec.convert(compat.take_params(each), CacheNews))
+                        self._pass_on(msgspec.convert(take_params(each), CacheNews))
                     elif each.finish_reason is not None:
                         self._end(each)
 
@@ -385,7 +385,7 @@ class Hub:
         done = Done(
             job=output.request_id,
             reason=str(output.finish_reason),
-            params=compat.take_params(output),
+            params=take_params(output),
             kv=output.kv_transfer_params,
             load=self._load_of(front),
         )

@@ -32,17 +32,19 @@ from epd_portable.config.instance import EncodePriority
 from epd_portable.config.roles import ENCODES, TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
 from epd_portable.config.store import StoreSection
+from epd_portable.front import headers
 from epd_portable.front.calls import WeightChanges, call_elsewhere, calls_of_all
 from epd_portable.front.engines import Engines, FrontEngine
 from epd_portable.front.exchange import GracefulHTTPError, admit, current
-from epd_portable.front.item_jobs import ItemJobs, new_transfer
 from epd_portable.front.metrics import FrontMetrics
 from epd_portable.front.prefill import PrefillJob, Prefills
 from epd_portable.front.request import (
     FrontItem,
     FullError,
+    ItemJobs,
     OpenRequest,
     UnavailableError,
+    new_transfer,
     selection_of,
 )
 from epd_portable.front.spans import Spans
@@ -62,8 +64,7 @@ from epd_portable.placement.profiles.policy import Policy
 from epd_portable.responses import BODY_TIMEOUT_S
 from epd_portable.transfer.stores.lookup import StoreLookup
 from epd_portable.transfer.stores.metrics import StoreMetrics
-from epd_portable.vllm_plugin import compat
-from epd_portable.vllm_plugin.requests import KV, ItemMetadata
+from epd_portable.vllm_plugin.requests import KV, ItemMetadata, take_params
 from epd_portable.vllm_plugin.video_parts import VideoParts
 from epd_portable.wire.params import (
     FIELD,
@@ -182,15 +183,12 @@ class SplitClient(AsyncMPClient):
         traces = config.observability_config.otlp_traces_endpoint
         self._spans = Spans() if traces else None
         self._jobs = ItemJobs(
+            settings,
             self.engines,
             self.metrics,
             self._retries,
-            servers=self._servers,
-            wait_timeout_s=settings.wait_timeout_s,
-            can_encode=settings.can_encode,
-            adapts_encoders=getattr(config.lora_config, "enable_tower_connector_lora", False),
-            order=front.encode_order,
             job_s=_job_s(settings, self._policy),
+            adapts_encoders=getattr(config.lora_config, "enable_tower_connector_lora", False),
             spans=self._spans,
         )
         self._prefills = Prefills(
@@ -304,6 +302,8 @@ class SplitClient(AsyncMPClient):
         one = OpenRequest(self._parts.divide(request) if self._parts.most > 1 else request)
         one.exchange.names.update(dict.fromkeys(each.item_uuid for each in one.items))
         one.selection = selection_of(self._pool, self._policy, one)
+        if (hints := one.exchange.hints) is not None:
+            one.selection = headers.follow(one.selection, hints)
         self._open[request.request_id] = one
         try:
             if self._admission is not None:
@@ -449,10 +449,7 @@ class SplitClient(AsyncMPClient):
         if engine.instance.role not in ENCODES:
             by_transfer.add("held")
         brought = [each for each in ways if each.by in by_transfer]
-        # API servers share engines: what one gives them meanwhile, each does.
-        here_s = self._servers * sum(
-            self._pool.encode_times.of(each.item) for each in ways if each.by == "local_first"
-        )
+        here_s = sum(self._jobs.expected_s(each.item) for each in ways if each.by == "local_first")
         transfers = {
             each.item.item_uuid: new_transfer(each.item, engine.instance.control, self.secret)
             for each in brought
@@ -466,9 +463,7 @@ class SplitClient(AsyncMPClient):
         self._at_engines[engine_id] = one
         for each in brought:
             if each.encoder is not None:
-                expected_s = self._servers * self._pool.encode_times.of(
-                    each.item, each.encoder.name
-                )
+                expected_s = self._jobs.expected_s(each.item, each.encoder)
                 one.reserve(each.item.item_uuid, each.encoder, expected_s)
         try:
             with while_up(engine.instance.in_flight()) as use:
@@ -638,7 +633,7 @@ class SplitClient(AsyncMPClient):
     def _take_output(self, engine: FrontEngine, output: EngineCoreOutput) -> bool:
         """Return whether an output is a part of a response."""
         if not output.request_id:
-            self._take_news(engine, msgspec.convert(compat.take_params(output), CacheNews))
+            self._take_news(engine, msgspec.convert(take_params(output), CacheNews))
         self._jobs.take_output(output)
         one = self._at_engines.get(output.request_id)
         if one is None or one.again:
@@ -652,7 +647,7 @@ class SplitClient(AsyncMPClient):
             one.decide()
             return False
         if isinstance(one, PrefillJob):
-            one.note_items(compat.take_params(output))
+            one.note_items(take_params(output))
             one.take_output(output)
             return False
         one.exchange.tokens += len(output.new_token_ids)
@@ -662,10 +657,10 @@ class SplitClient(AsyncMPClient):
         if output.finished:
             one.ended.set()
             one.exchange.engine = engine.name
-            one.note_items(compat.take_params(copy.copy(output)))
+            one.note_items(take_params(copy.copy(output)))
         output.request_id = one.core.request_id
         if not self.settings.front.item_outcomes:
-            compat.take_params(output)
+            take_params(output)
         return True
 
     def _put_end(

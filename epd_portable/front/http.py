@@ -28,14 +28,13 @@ from epd_portable.config.secret import SignatureCheck
 from epd_portable.errors import ConfigError, RequestError
 from epd_portable.front.client import SplitClient
 from epd_portable.front.engines import Engines
-from epd_portable.front.exchange import KEY, FrontExchange, exchange, read_hints
+from epd_portable.front.exchange import LEFT_OUT, FrontExchange, exchange
+from epd_portable.front.headers import of_response, read_hints
 from epd_portable.front.media_urls import UrlFetcher, install
 from epd_portable.log import access_log
 from epd_portable.media.limits import check_settings
 from epd_portable.placement.instances import EngineSettings, InstanceState
-from epd_portable.placement.profiles.selection_types import (
-    SESSION_HEADER,
-)
+from epd_portable.placement.profiles.selection_types import SESSION_HEADER
 from epd_portable.responses import RETRY_AFTER_S, body_timeout, error_reply
 from epd_portable.vllm_plugin import media_bounds
 
@@ -254,13 +253,6 @@ class FrontMiddleware:
                 return await receive()
             one.unread = False
             try:
-                if _NAMES_MEDIA in scope["path"]:  # Before it there may be a root path.
-                    raise RequestError(
-                        f"{scope['method']} {scope['path'][:256]} is not served: clients would "
-                        "name media, under which others would find them: send a prompt or messages",
-                        status=404,
-                        code="not_served",
-                    )
                 body = await self._read(Request(scope, receive), one)
                 self._take(_fields_of(body), one)
             except (RequestError, ClientDisconnect) as failure:
@@ -281,9 +273,11 @@ class FrontMiddleware:
             if held is not None:
                 start, held, one.begun = held, None, True
                 one.first_at = time.monotonic()
-                if one.hints or one.left_out:
-                    start["headers"] = [*start["headers"], *one.of_response()]
-                await send(start)
+                added = [*of_response(one)] if one.hints else []
+                if one.left_out:
+                    added.append((LEFT_OUT, str(len(one.left_out))))
+                encoded = [(n.encode(), v.encode("latin-1", "replace")) for n, v in added]
+                await send({**start, "headers": [*start["headers"], *encoded]})
             one.nbytes_out += len(message.get("body", b""))
             await send(message)
 
@@ -291,10 +285,20 @@ class FrontMiddleware:
             if not self._has_key(scope, one):
                 await _UNAUTHORIZED(scope, receive, noted)
                 return
-            one.failure = self._origin_problem(scope) or self._place(scope, one)
-            with contextlib.suppress(RequestError, ClientDisconnect):
-                if one.failure is None:
-                    await self._app(scope, bounded, noted)
+            try:
+                if (problem := self._origin_problem(scope)) is not None:
+                    raise problem
+                if _NAMES_MEDIA in scope["path"]:  # Before it there may be a root path.
+                    raise RequestError(
+                        f"{scope['method']} {scope['path'][:256]} is not served: clients would "
+                        "name media, under which others would find them: send a prompt or messages",
+                        status=404,
+                        code="not_served",
+                    )
+                self._place(scope, one)
+                await self._app(scope, bounded, noted)
+            except (RequestError, ClientDisconnect) as failure:
+                one.failure = one.failure or failure
             if one.begun or one.failure is None:
                 return
             if isinstance(one.failure, RequestError):
@@ -362,18 +366,13 @@ class FrontMiddleware:
             return b"".join(pieces)
         raise body_timeout(timeout_s)
 
-    def _place(self, scope: Scope, one: FrontExchange) -> RequestError | None:
-        """Read the headers that place a request; return why they are refused."""
+    def _place(self, scope: Scope, one: FrontExchange) -> None:
+        """Read the headers that place a request; `RequestError` if they are refused."""
         assert self._client is not None
-        headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
+        headers = Headers(scope=scope)
         one.session = headers.get(SESSION_HEADER, "")
-        keys = self._client.gateway_keys
-        if keys is not None and KEY in headers:
-            try:
-                one.hints = read_hints(headers, keys, self._client.engines.pool)
-            except RequestError as error:
-                return error
-        return None
+        if (keys := self._client.gateway_keys) is not None:
+            one.hints = read_hints(headers, keys, self._client.engines.pool)
 
     def _take(self, fields: _Fields, one: FrontExchange) -> None:
         """Take in the fields of a body, and refuse settings that enlarge media."""

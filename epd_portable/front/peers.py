@@ -27,9 +27,9 @@ from epd_portable.front.calls import call_elsewhere
 from epd_portable.placement.assignment import EncodeFailure, FailureKind
 from epd_portable.transfer.curve import CurveKeys, connect_client
 from epd_portable.transfer.sessions import new_session
-from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.agreement import kv_form
 from epd_portable.vllm_plugin.job_items import to_job
+from epd_portable.vllm_plugin.requests import put_params
 from epd_portable.wire import jobs
 from epd_portable.wire.jobs import (
     BEAT_S,
@@ -288,7 +288,7 @@ class Peer:
 
     def _put(self, output: EngineCoreOutput, params: dict[str, Any] | None) -> None:
         if params is not None:
-            compat.put_params(output, params)
+            put_params(output, params)
         self._outputs.put_nowait(EngineCoreOutputs(outputs=[output]))
 
     def _complain(self, problem: str) -> None:

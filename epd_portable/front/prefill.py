@@ -17,9 +17,8 @@ from typing import Any, ClassVar
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from epd_portable.front.engines import FrontEngine
-from epd_portable.front.item_jobs import ItemJobs
 from epd_portable.front.metrics import FrontMetrics
-from epd_portable.front.request import OpenRequest, PrefilledKv
+from epd_portable.front.request import ItemJobs, OpenRequest, PrefilledKv
 from epd_portable.front.spans import Spans, set_end
 from epd_portable.placement.assignment import MAX_PREFILLS, RetryBudget
 from epd_portable.vllm_plugin.requests import prefill_sampling

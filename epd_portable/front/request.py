@@ -1,53 +1,67 @@
-"""A request at the front: its items, the choices of engines for it, and its errors.
+"""A request at the front: its items, the choices of engines for it, and the jobs for its items.
 
-Engines are chosen by the default rules, by `front.choice`, or by headers of a trusted gateway.
+Engines are chosen by the default rules, by `front.choice`, or by headers of a trusted gateway
+(`epd_portable.front.headers`). An item goes to one encode engine after another, until one has
+encoded it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import functools
 import json
 import logging
+import time
+import uuid
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from vllm.v1.engine import EngineCoreRequest
+import anyio
+from vllm.multimodal.inputs import PlaceholderRange
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
-from epd_portable.front.exchange import (
-    CACHE_KEY,
-    ENCODERS,
-    MODEL,
-    PREFILLER,
-    FrontExchange,
-    GracefulHTTPError,
-    Hints,
-    exchange,
-)
+from epd_portable.config.secret import Secret
+from epd_portable.front.engines import Engines
+from epd_portable.front.exchange import FrontExchange, GracefulHTTPError, exchange
+from epd_portable.front.metrics import FrontMetrics
+from epd_portable.front.spans import Spans, set_end
+from epd_portable.log import trace
 from epd_portable.placement.admission import QueuedRequest
-from epd_portable.placement.assignment import JOB_GRACE_S
-from epd_portable.placement.estimates import NO_PROMPT, Prompt
-from epd_portable.placement.instances import EndpointPool, Instance
-from epd_portable.placement.profiles.policy import BLOCK_TOKENS, Policy
-from epd_portable.placement.profiles.selection_types import (
-    MOST_SHOWN,
-    Decision,
-    SelectionRequest,
-    Stage,
+from epd_portable.placement.assignment import (
+    JOB_GRACE_S,
+    Assignment,
+    EncodeFailure,
+    EncodeTries,
+    FailureKind,
+    RetryBudget,
 )
+from epd_portable.placement.estimates import NO_PROMPT, Prompt
+from epd_portable.placement.instances import (
+    EndpointPool,
+    InFlight,
+    Instance,
+    WentDownError,
+    while_up,
+)
+from epd_portable.placement.profiles.policy import BLOCK_TOKENS, Policy
+from epd_portable.placement.profiles.selection_types import Decision, SelectionRequest, Stage
 from epd_portable.placement.ring import bounded_load
 from epd_portable.transfer.stores.lookup import StoredItem
+from epd_portable.vllm_plugin.requests import blocks_of, encode_request, without_items
 from epd_portable.vllm_plugin.video_parts import is_part
+from epd_portable.wire.params import EncodeTransfer
+
+if TYPE_CHECKING:
+    from epd_portable.front.client import FrontSettings
 
 logger = logging.getLogger(__name__)
 
 _COLOURS = 3
-_OTHERWISE = "the gateway's other headers count, then the front chooses"
+_BY_PROMPT = "the prompt's beginning, then the least load"
 
 
 class UnavailableError(GracefulHTTPError):
@@ -102,14 +116,8 @@ class FrontItem:
         return self.modality == "video" and is_part(self.item_uuid)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefilledKv:
-    """KV of a prompt that a prefill engine has computed.
-
-    Attributes:
-        instance: The prefill engine, from which the KV is read.
-        params: Place of the KV, as vLLM's ``kv_transfer_params``.
-    """
+class PrefilledKv(NamedTuple):
+    """KV of a prompt: the prefill engine that has it, and vLLM's ``kv_transfer_params``."""
 
     instance: Instance
     params: dict[str, Any]
@@ -186,7 +194,7 @@ class OpenRequest:
         Args:
             words: Returns the tokens of a text.
         """
-        self.core = _without(self.core, self.missing, words)
+        self.core = without_items(self.core, self.missing, words)
         self.exchange.left_out |= self.missing
         self.missing = set()
         self.__dict__.pop("items", None)
@@ -218,49 +226,12 @@ class OpenRequest:
             requested.set()
 
 
-def blocks_of(core: EngineCoreRequest, size: int) -> list[int]:
-    """Return a prompt as a chain of names of its blocks: equal for a common beginning.
-
-    Args:
-        size: Tokens of a block.
-    """
-    tokens, last, found = core.prompt_token_ids or [], hash(core.cache_salt), []
-    items = {each.mm_position.offset: each.identifier for each in core.mm_features or ()}
-    for start in range(0, len(tokens) - size + 1, size):
-        end = start + size
-        names = tuple(name for offset, name in items.items() if start <= offset < end)
-        last = hash((last, names, *tokens[start:end]))
-        found.append(last)
-    return found
-
-
-def _without(
-    core: EngineCoreRequest, names: Collection[str], words: Callable[[str], list[int]]
-) -> EngineCoreRequest:
-    """Return a request with a text in the place of some of its items."""
-    tokens, features, begin = core.prompt_token_ids or [], [], 0
-    prompt: list[int] = []
-    for feature in core.mm_features or ():
-        place = feature.mm_position
-        if feature.identifier in names:
-            prompt += tokens[begin : place.offset] + words(f"[{feature.modality} not available]")
-            begin = place.offset + place.length
-        else:
-            offset = len(prompt) + place.offset - begin
-            features.append(replace(feature, mm_position=replace(place, offset=offset)))
-    changed = copy.copy(core)
-    changed.prompt_token_ids = prompt + tokens[begin:]
-    changed.mm_features = features or None
-    return changed
-
-
 # Choices of engines.
 
 
 def selection_of(pool: EndpointPool, policy: Policy | None, one: OpenRequest) -> EngineChoices:
     """Return the choices for a request."""
-    selection = EngineChoices(pool, one) if policy is None else _ByPolicy(pool, one, policy)
-    return _ByHeaders(selection, hints) if (hints := one.exchange.hints) else selection
+    return (EngineChoices if policy is None else _ByPolicy)(pool, one, policy)
 
 
 class EngineChoices:
@@ -270,23 +241,26 @@ class EngineChoices:
     go by hash, below a bound of load.
 
     Attributes:
-        blocks: The prompt's, see `blocks_of`.
         decode: Engine that is to generate.
         is_elastic: The engine that generates may encode items itself where that ends sooner.
     """
 
     is_elastic = True
 
-    def __init__(self, pool: EndpointPool, one: OpenRequest) -> None:
+    def __init__(self, pool: EndpointPool, one: OpenRequest, policy: Policy | None = None) -> None:
         self.pool = pool
         self.one = one
-        self.prompt = prompt_of(one)
+        self.policy: Any = policy
+        self.prompt = self._prompt()
         self.decode: Instance | None = None
+
+    def _prompt(self) -> Prompt:
+        return prompt_of(self.one)
 
     def choose_engine(self) -> Instance | None:
         """Return the usable engine that should generate; ``None`` if there is none."""
         chosen = self._nearest("decode") or self.pool.choose_least_loaded()
-        return self._explained("decode", chosen, "the prompt's beginning, then the least load")
+        return self.explain("decode", chosen, _BY_PROMPT)
 
     def disaggregates_prefill(self) -> bool:
         """Return whether another engine than the one that decodes should prefill."""
@@ -296,7 +270,7 @@ class EngineChoices:
         """Return the usable engine that should prefill; none of those names."""
         chosen = self._nearest("prefill", tried)
         chosen = chosen or self.pool.choose_least_loaded(tried, "prefill")
-        return self._explained("prefill", chosen, "the prompt's beginning, then the least load")
+        return self.explain("prefill", chosen, _BY_PROMPT)
 
     def stay(self, items: Sequence[FrontItem], engine: Instance) -> Collection[str]:
         """Return the names of items that the engine should encode itself."""
@@ -308,7 +282,7 @@ class EngineChoices:
         first = _pending if item.is_part else None
         chosen = self.pool.choose_encoder(item.item_uuid, exclude, first=first, item=item)
         by = "an item's hash, below the load bound, where it does not end late"
-        return self._explained("encode", chosen, by, item)
+        return self.explain("encode", chosen, by, item=item.item_uuid)
 
     def note_engine(self, engine: Instance) -> int:
         """Record that an engine is to generate; return the tokens that it has to compute."""
@@ -327,7 +301,8 @@ class EngineChoices:
 
     def record(self, decision: Decision) -> None:
         """Log a decision, where that is wanted."""
-        logger.debug("request %s: %s", self.one.core.request_id, json.dumps(decision.shown()))
+        if self.explains:
+            logger.debug("request %s: %s", self.one.core.request_id, json.dumps(decision.shown()))
 
     @property
     def explains(self) -> bool:
@@ -347,20 +322,36 @@ class EngineChoices:
         count, nearest = max(known, key=lambda pair: pair[0], default=(0, None))
         return nearest if count else None
 
-    def _explained(
-        self, stage: Stage, chosen: Instance | None, by: str, item: FrontItem | None = None
+    def explain(
+        self,
+        stage: Stage,
+        chosen: Instance | None,
+        by: str,
+        *,
+        item: str = "",
+        header: str = "",
+        among: Collection[Instance] | None = None,
+        otherwise: str = "none is left",
     ) -> Instance | None:
+        """Log a choice by load, and return it.
+
+        Args:
+            among: Engines to choose from; by default all of the stage.
+            otherwise: Reason where none is chosen.
+        """
         if self.explains:
             there = self.pool.of_duty(stage)
-            usable = sorted(
-                (each for each in there if each.health.usable), key=lambda each: each.load
+            left = [each for each in (there if among is None else among) if each.health.usable]
+            decision = Decision(
+                stage=stage,
+                item=item,
+                profile="" if header else "default",
+                header=header,
+                filters={"there": len(there), "usable": len(left)},
+                totals={each.name: -each.load for each in left},
+                winner=chosen.name if chosen else "",
+                reason=f"by {by}; total is minus the load" if chosen else otherwise,
             )
-            name = item.item_uuid if item else ""
-            decision = Decision(stage=stage, item=name, profile="default")
-            decision.filters = {"there": len(there), "usable": len(usable)}
-            decision.totals = {each.name: -each.load for each in usable[:MOST_SHOWN]}
-            decision.winner = chosen.name if chosen else ""
-            decision.reason = f"by {by}; total is minus the load" if chosen else "none is left"
             self.record(decision)
         return chosen
 
@@ -368,16 +359,14 @@ class EngineChoices:
 class _ByPolicy(EngineChoices):
     """Choices by a configuration."""
 
-    def __init__(self, pool: EndpointPool, one: OpenRequest, policy: Policy) -> None:
-        self.pool = pool
-        self.one = one
-        self.policy = policy
-        self.prompt = NO_PROMPT
-        if policy.wants_blocks:
-            self.prompt = prompt_of(one, policy.block_tokens, policy.most_blocks)
-        self.decode = None
-        self._together = ""
-        self._chance = f"{pool.chance.getrandbits(64):x}"
+    _together = ""
+    """Reason for which one engine prefills and decodes."""
+
+    def _prompt(self) -> Prompt:
+        self._chance = f"{self.pool.chance.getrandbits(64):x}"
+        if not self.policy.wants_blocks:
+            return NO_PROMPT
+        return prompt_of(self.one, self.policy.block_tokens, self.policy.most_blocks)
 
     def choose_engine(self) -> Instance | None:
         return self._choose(self._request("decode"))
@@ -420,11 +409,9 @@ class _ByPolicy(EngineChoices):
 
     def _choose(self, request: SelectionRequest, exclude: Collection[str] = ()) -> Instance | None:
         candidates = [each for each in self.pool.usable(request.stage) if each.name not in exclude]
-        decision = None
-        if self.explains:
-            name = request.item.item_uuid if request.item else ""
-            decision = Decision(stage=request.stage, item=name)
-        chosen = self.policy.choose(request, candidates, decision)
+        name = request.item.item_uuid if request.item else ""
+        decision = Decision(stage=request.stage, item=name) if self.explains else None
+        chosen: Instance | None = self.policy.choose(request, candidates, decision)
         if decision is not None:
             self.record(decision)
         return chosen
@@ -442,117 +429,6 @@ class _ByPolicy(EngineChoices):
         )
 
 
-class _ByHeaders(EngineChoices):
-    """Choices of a trusted gateway; another's where it names nothing.
-
-    Raises:
-        GracefulHTTPError: A header numbers more items than there are.
-    """
-
-    def __init__(self, inner: EngineChoices, hints: Hints) -> None:
-        self.pool = inner.pool
-        self.one = inner.one
-        self.prompt = inner.prompt
-        self._inner = inner
-        self._hints = hints
-        names = [each.item_uuid for each in self.one.items]
-        self._places = {name: place for place, name in enumerate(names)}
-        self._by_item = hints.of_items(names)
-
-    @property
-    def is_elastic(self) -> bool:  # type: ignore[override]
-        return not (self._hints.encoders or self._by_item or self._hints.model)
-
-    def choose_engine(self) -> Instance | None:
-        named = self._hints.generator
-        return named if named and named.health.usable else self._inner.choose_engine()
-
-    def disaggregates_prefill(self) -> bool:
-        return self._hints.prefiller is not None or self._inner.disaggregates_prefill()
-
-    def choose_prefill(self, tried: Collection[str]) -> Instance | None:
-        named = self._hints.prefiller
-        if named is not None and self._named("prefill", PREFILLER, named, tried):
-            return named
-        return self._inner.choose_prefill(tried)
-
-    def stay(self, items: Sequence[FrontItem], engine: Instance) -> Collection[str]:
-        if self._hints.local:
-            return [each.item_uuid for each in items]
-        if self._hints.encoders or self._by_item:
-            return ()
-        return self._inner.stay(items, engine)
-
-    def choose_encoder(self, item: FrontItem, exclude: Collection[str]) -> Instance | None:
-        header, named = self._by_item.get(item.item_uuid, ("", None))
-        if named is not None and self._named("encode", header, named, exclude, item):
-            return named
-        chosen = None
-        if self._hints.encoders:
-            chosen = self._near(ENCODERS, self._hints.encoders, item, exclude)
-        if chosen is None and self._hints.model:
-            # No other one makes of an item what the language model was trained with.
-            return self._near(MODEL, self._hints.of_model, item, exclude)
-        if chosen is None and self._hints.cache_key:
-            chosen = self._near(CACHE_KEY, self.pool.of_duty("encode"), item, exclude)
-        return chosen or self._inner.choose_encoder(item, exclude)
-
-    def note_engine(self, engine: Instance) -> int:
-        return self._inner.note_engine(engine)
-
-    def note_prompt(self, engine: Instance) -> int:
-        return self._inner.note_prompt(engine)
-
-    def note_job(self, item: FrontItem, encoder: Instance, *, failed: bool = False) -> None:
-        self._inner.note_job(item, encoder, failed=failed)
-
-    def _named(
-        self,
-        stage: Stage,
-        header: str,
-        named: Instance,
-        exclude: Collection[str],
-        item: FrontItem | None = None,
-    ) -> bool:
-        """Return whether a named engine can have it, and log that."""
-        fits = named.health.usable and named.name not in exclude
-        decision = Decision(stage=stage, item=item.item_uuid if item else "", header=header)
-        if fits:
-            decision.winner, decision.reason = named.name, "named"
-        else:
-            why = "was tried or is full" if named.health.usable else f"is {named.health.state}"
-            decision.reason = f"{named.name} is named and {why}: {_OTHERWISE}"
-        self.record(decision)
-        return fits
-
-    def _near(
-        self,
-        header: str,
-        candidates: Collection[Instance],
-        item: FrontItem,
-        exclude: Collection[str],
-    ) -> Instance | None:
-        """Return the engine of some that should encode an item, and log why."""
-        key = item.item_uuid
-        if self._hints.cache_key:
-            key = f"{self._hints.cache_key}/{self._places.get(key, key)}"
-        left = {each for each in candidates if each.health.usable and each.name not in exclude}
-        chosen = self.pool.choose_encoder(key, exclude, left) if left else None
-        there = len(self.pool.of_duty("encode"))
-        decision = Decision(stage="encode", item=item.item_uuid, header=header)
-        decision.filters = {"there": there, header: len(candidates), "usable": len(left)}
-        decision.totals = {each.name: -each.load for each in left}
-        if chosen is not None:
-            decision.winner = chosen.name
-            decision.reason = "by a hash, below the load bound; total is minus the load"
-        elif header == MODEL:
-            decision.reason = "no engine with this model can encode it, and no other may"
-        else:
-            decision.reason = f"none of these can encode it: {_OTHERWISE}"
-        self.record(decision)
-        return chosen
-
-
 def prompt_of(one: OpenRequest, size: int = BLOCK_TOKENS, most: int = 1 << 30) -> Prompt:
     """Return a request's prompt as at most so many blocks of so many tokens."""
     blocks = blocks_of(one.core, size)[:most]
@@ -562,3 +438,252 @@ def prompt_of(one: OpenRequest, size: int = BLOCK_TOKENS, most: int = 1 << 30) -
 
 def _pending(encoder: Instance) -> tuple[float, float]:
     return encoder.pending_encode_s / encoder.weight, encoder.load / encoder.weight
+
+
+# Encode jobs.
+
+
+class ItemJobs:
+    """Jobs of all open requests.
+
+    Args:
+        retries: What failed jobs and requests may spend together.
+        job_s: Longest time of one job; ``None`` for any.
+        adapts_encoders: LoRA adapters change encoder outputs (vLLM's
+            ``enable_tower_connector_lora``), so jobs name those of their requests.
+        spans: Makes spans of jobs; ``None`` for none.
+
+    Attributes:
+        open: Jobs that have not ended, by name.
+        requested: Set when an encoder is to be chosen for an item; by transfer, of all requests.
+        resets: Changes when encoders may have forgotten what they encoded: calls of all engines.
+    """
+
+    def __init__(
+        self,
+        settings: FrontSettings,
+        engines: Engines,
+        metrics: FrontMetrics,
+        retries: RetryBudget,
+        *,
+        job_s: float | None = None,
+        adapts_encoders: bool = False,
+        spans: Spans | None = None,
+    ) -> None:
+        self._settings = settings
+        self._engines = engines
+        self._times = engines.pool.encode_times
+        self._metrics = metrics
+        self._retries = retries
+        self._job_s = job_s
+        self._adapts_encoders = adapts_encoders
+        self._spans = spans
+        self.requested: dict[str, asyncio.Event] = {}
+        self.resets = 0
+        self.open: dict[str, asyncio.Future[FinishReason | EncodeFailure]] = {}
+
+    def take_output(self, output: EngineCoreOutput) -> None:
+        """Take in an output that may be the end of a job."""
+        answer = self.open.get(output.request_id)
+        if output.finish_reason is not None and answer and not answer.done():
+            answer.set_result(output.finish_reason)
+
+    def fail(self, job: str, failure: EncodeFailure) -> None:
+        """Take in why an engine of another machine has not done a job."""
+        answer = self.open.get(job)
+        if answer and not answer.done():
+            answer.set_result(failure)
+
+    def choose_encoder(
+        self, one: OpenRequest, item: FrontItem, exclude: Collection[str], taker: str
+    ) -> Instance | None:
+        """Return who should encode an item for an engine; not one whose items that refuses.
+
+        A request that compares engines may go to any. Others get none of an engine that is not
+        compared yet, but where no other can encode.
+        """
+        full = [each.name for each in self._engines.by_name.values() if each.is_full]
+        engine = self._engines.by_name[taker]
+        exclude = [*exclude, *engine.incompatible, *full]
+        if one.exchange.samples is not None:
+            return one.selection.choose_encoder(item, exclude)
+        exclude += engine.refused
+        chosen = one.selection.choose_encoder(item, [*exclude, *engine.unchecked])
+        if chosen is None and engine.unchecked and not self._settings.can_encode:
+            chosen = one.selection.choose_encoder(item, exclude)
+        return chosen
+
+    async def deliver(
+        self, one: OpenRequest, way: Assignment[FrontItem], transfer: EncodeTransfer, use: InFlight
+    ) -> None:
+        """Have an item encoded, by one encoder after another, until the response begins.
+
+        An encoder that goes down after its job may not have written the item yet, and one without
+        memory for the item never does.
+        """
+        item, encoder = way.item, way.encoder
+        requested = one.requested[transfer.transfer_id]
+        if way.by in ("held", "stored"):
+            await requested.wait()
+            if one.decided.is_set():
+                if way.by == "stored" and not one.again:
+                    self._metrics.items.labels("stored").inc()
+                return
+            requested.clear()
+            if way.by == "stored":
+                one.stored[item.item_uuid].usable = False
+            one.held.discard(item.item_uuid)
+            one.awaited.add(item.item_uuid)
+            self._engines.pool.work.item_came(item, self._times.of(item))
+            encoder = self.choose_encoder(one, item, [use.instance.name], use.instance.name)
+        first = encoder
+        tries = EncodeTries(
+            lambda exclude: self.choose_encoder(
+                one, item, [*exclude, use.instance.name], use.instance.name
+            ),
+            self._retries,
+            deadline_s=time.monotonic() + self._settings.wait_timeout_s,
+        )
+        can_encode, order = self._settings.can_encode, self._settings.front.encode_order
+        in_turn = order == "sequential"
+        while encoder is not None:
+            job, resets = f"{transfer.transfer_id}-{encoder.name}", self.resets
+            try:
+                with while_up(encoder.in_flight(item.item_uuid)):
+                    one.release(item.item_uuid)
+                    async with one.turn if in_turn else contextlib.nullcontext():
+                        if one.decided.is_set():
+                            return
+                        one.selection.note_job(item, encoder)
+                        # The first token may come before the reply to the job.
+                        one.exchange.encoded[item.item_uuid] = encoder
+                        with encoder.encoding(self.expected_s(item, encoder)):
+                            failure = await self._encode(one, item, transfer, encoder, job)
+                    if failure is None:
+                        self._metrics.jobs.labels(encoder.name, "encoded").inc()
+                        one.awaited.discard(item.item_uuid)
+                        if not one.awaited:
+                            use.compute()
+                        await requested.wait()
+                        if one.decided.is_set():
+                            if not one.again:
+                                outcome = "encoded" if encoder is first else "retried"
+                                self._metrics.items.labels(outcome).inc()
+                            return
+                        requested.clear()
+                        one.awaited.add(item.item_uuid)
+                        failure = EncodeFailure(kind=FailureKind.ERROR, reason="gave the item up")
+            except WentDownError as error:
+                failure = EncodeFailure(kind=FailureKind.LOST, reason=str(error))
+            assert failure is not None
+            one.exchange.encoded.pop(item.item_uuid, None)
+            if resets != self.resets:
+                # It has forgotten the item with others, in a reset: that is no failure.
+                encoder = self.choose_encoder(one, item, [use.instance.name], use.instance.name)
+                continue
+            one.selection.note_job(item, encoder, failed=True)
+            self._metrics.jobs.labels(encoder.name, failure.kind.value).inc()
+            in_turn = order != "concurrent"
+            logger.warning("transfer %s: encoder %s: %s", job, encoder.name, failure.reason)
+            pause_s = tries.note_failure(encoder.name, failure, time.monotonic())
+            await asyncio.sleep(pause_s)
+            encoder = tries.next_encoder()
+        if one.begun:
+            return  # It was there before.
+        self._metrics.items.labels("local" if can_encode else "left_out").inc()
+        one.again = tries.describe() if first else "no encode engine is up"
+        (one.here if can_encode else one.missing).add(item.item_uuid)
+        one.decide()
+
+    def expected_s(self, item: FrontItem, encoder: Instance | None = None) -> float:
+        """Return the expected seconds of encoding, by an engine or by the average of all.
+
+        API servers share engines: what one gives an engine meanwhile, each does.
+        """
+        name = "" if encoder is None else encoder.name
+        return len(self._settings.sockets) * self._times.of(item, name)
+
+    async def _encode(
+        self,
+        one: OpenRequest,
+        item: FrontItem,
+        transfer: EncodeTransfer,
+        encoder: Instance,
+        job: str,
+    ) -> EncodeFailure | None:
+        """Have one item encoded by one encoder; return why it was not."""
+        begun, tokens = time.monotonic(), item.feature.mm_position.length
+        trace("encode_job", transfer_id=transfer.transfer_id, encoder=encoder.name)
+        request = self._request(one.core, item.feature, transfer, job)
+        if self._spans is None:
+            failure = await self._ended(request, encoder)
+        else:
+            with self._spans.job("encode", one.core, encoder.name, tokens, item.item_uuid) as span:
+                failure = await self._ended(request, encoder)
+                end = failure.kind.value if failure else "encoded"
+                set_end(span, end, failed=failure is not None)
+        if failure is not None:
+            return failure
+        now = time.monotonic()
+        # Until it had done the job before, it did not work on this one.
+        self._times.observe(item, now - max(begun, encoder.answered_at), encoder.name)
+        encoder.answered_at = now
+        self._metrics.encode_s.labels(encoder.name).observe(now - begun)
+        return None
+
+    async def _ended(self, request: EngineCoreRequest, encoder: Instance) -> EncodeFailure | None:
+        """Return when a job has ended, and why it was not done."""
+        engine, job = self._engines.by_name[encoder.name], request.request_id
+        client = engine.client
+        answer = self.open[job] = asyncio.get_running_loop().create_future()
+        try:
+            with anyio.move_on_after(self._job_s):
+                await engine.add(request)
+                await answer
+        finally:
+            del self.open[job]
+            if not answer.done() or answer.cancelled():
+                with anyio.CancelScope(shield=True):
+                    await engine.abort(client, job)
+        if not answer.done() or answer.cancelled():
+            late = f"did not end the job within {self._job_s:g} s"
+            return EncodeFailure(kind=FailureKind.TIMEOUT, reason=late)
+        reason = answer.result()
+        if isinstance(reason, EncodeFailure):
+            return reason
+        if reason in (FinishReason.ERROR, FinishReason.ABORT):
+            return EncodeFailure(kind=FailureKind.ERROR, reason=f"ended the job with {reason}")
+        return None
+
+    def _request(
+        self, core: EngineCoreRequest, feature: Any, transfer: EncodeTransfer, job: str
+    ) -> EngineCoreRequest:
+        """Return the request that has one item encoded and brought to its consumer."""
+        place = feature.mm_position
+        assert core.prompt_token_ids is not None
+        return encode_request(
+            job,
+            core.prompt_token_ids[place.offset : place.offset + place.length],
+            replace(feature, mm_position=PlaceholderRange(0, place.length, place.is_embed)),
+            transfer,
+            arrival_time=core.arrival_time,
+            lora_request=core.lora_request if self._adapts_encoders else None,
+            priority=core.priority,
+            trace_headers=core.trace_headers,
+        )
+
+
+def new_transfer(item: FrontItem, consumer: str, secret: Secret) -> EncodeTransfer:
+    """Return a transfer of an item, whichever engine encodes it, with its proof.
+
+    Args:
+        consumer: Control address of the engine that needs the item.
+    """
+    transfer_id = uuid.uuid4().hex
+    return EncodeTransfer(
+        transfer_id=transfer_id,
+        item_uuid=item.item_uuid,
+        consumer=consumer,
+        modality=item.modality,
+        proof=secret.sign_transfer(transfer_id, item.item_uuid, consumer),
+    )

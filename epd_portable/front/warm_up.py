@@ -20,7 +20,8 @@ from vllm.sampling_params import SamplingParams
 from epd_portable.config.roles import ENCODES, TAKES_ITEMS
 from epd_portable.front.client import SplitClient
 from epd_portable.front.engines import FrontEngine
-from epd_portable.front.exchange import FrontExchange, Hints, exchange
+from epd_portable.front.exchange import FrontExchange, exchange
+from epd_portable.front.headers import Hints
 from epd_portable.placement.instances import Instance
 from epd_portable.wire.params import OutputSample
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from epd_portable.errors import EngineError, ProtocolError
-from epd_portable.wire.params import FIELD, ParamsT, read_params
+from epd_portable.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
@@ -458,41 +457,3 @@ def passing_errors(base: type) -> Any:
             return bare(super().encode(*args, **kwargs))
 
     return PassingLLM
-
-
-def put_params(output: Any, params: dict[str, Any] | None) -> None:
-    """Put ``ec_transfer_params`` into an ``EngineCoreOutput``."""
-    if version() < CARRIES_PARAMS:
-        output.kv_transfer_params = params and {**(output.kv_transfer_params or {}), FIELD: params}
-    else:
-        output.ec_transfer_params = params
-
-
-def take_params(output: Any) -> Any:
-    """Return what `put_params` has put into an output, and remove it there."""
-    if version() < CARRIES_PARAMS:
-        others = dict(output.kv_transfer_params or {})
-        params = others.pop(FIELD, None)
-        output.kv_transfer_params = others or None
-    else:
-        params, output.ec_transfer_params = output.ec_transfer_params, None
-    return params
-
-
-def transfer_params(request: Any) -> dict[str, Any] | None:
-    """Return the ``ec_transfer_params`` that came with a request."""
-    if version() < CARRIES_PARAMS:
-        params = (getattr(request.sampling_params, "extra_args", None) or {}).get(FIELD)
-    else:
-        params = request.ec_transfer_params
-    return params if isinstance(params, dict) else None
-
-
-def read_transfer_params(kind: type[ParamsT], request: Any) -> ParamsT | None:
-    """Return a request's transfer parameters; ``None`` if it has none that can be read."""
-    raw = transfer_params(request)
-    try:
-        return None if raw is None else read_params(raw, kind)
-    except ProtocolError as error:
-        logger.error("request %s is served without transfer: %s", request.request_id, error)
-        return None

@@ -48,7 +48,13 @@ from epd_portable.vllm_plugin import agreement, compat, exposition, overlap
 from epd_portable.vllm_plugin.encoder_memory import cache_bytes
 from epd_portable.vllm_plugin.media_again import MediaOfWorkers
 from epd_portable.vllm_plugin.reports import Kind, StepMetadata, from_names, to_names
-from epd_portable.vllm_plugin.requests import ItemMetadata, encoded_items, output_tensor
+from epd_portable.vllm_plugin.requests import (
+    ItemMetadata,
+    encoded_items,
+    output_tensor,
+    read_transfer_params,
+    transfer_params,
+)
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import EncodeParams, PrefillParams, is_encode_job, to_params
 
@@ -193,7 +199,7 @@ class EncodeScheduler(SchedulerConnector):
         """Queue a request that has items, and remember its requested transfers."""
         if not request.mm_features:
             return
-        params = compat.read_transfer_params(EncodeParams, request)
+        params = read_transfer_params(EncodeParams, request)
         if params is not None:
             items = encoded_items(self._vllm_config, request)
             self._dispatcher.request_arrived(request.request_id, items, params)
@@ -312,9 +318,9 @@ class PDScheduler(SchedulerConnector):
 
     def job_arrived(self, request: Request) -> bool:
         """Take a request in if it is an encode job: vLLM's scheduler is not to see it then."""
-        if not (request.mm_features and is_encode_job(compat.transfer_params(request))):
+        if not (request.mm_features and is_encode_job(transfer_params(request))):
             return False
-        params = compat.read_transfer_params(EncodeParams, request)
+        params = read_transfer_params(EncodeParams, request)
         if params is None:
             return False
         self._dispatcher.request_arrived(
@@ -332,7 +338,7 @@ class PDScheduler(SchedulerConnector):
         if getattr(request, "resumable", False):
             self.requests.part_arrived(request.request_id)
         else:
-            params = compat.read_transfer_params(PrefillParams, request)
+            params = read_transfer_params(PrefillParams, request)
             # Of a prompt whose KV comes no item is encoded before a step is known to need it.
             in_background = self.overlap != "none" and not compat.awaits_kv(request)
             items = self._metadata.prompt_items(request, with_media=in_background)

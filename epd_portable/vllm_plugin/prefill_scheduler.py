@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from epd_portable.vllm_plugin import compat
+from epd_portable.vllm_plugin.requests import put_params
 from epd_portable.wire.params import to_params
 
 _SLEEP_S = 0.001
@@ -161,7 +162,7 @@ def prefill_scheduler(base: type) -> type:
             """Report what a front needs to every API server of it, before the other outputs."""
             if (news := self._prefill.take_news()) is not None:
                 told = EngineCoreOutput("", [])
-                compat.put_params(told, to_params(news))
+                put_params(told, to_params(news))
                 for client in self._told_busy:
                     outputs.setdefault(client, EngineCoreOutputs()).outputs.insert(0, told)
 

@@ -9,7 +9,9 @@ declares the fields of a model (``MultiModalDataParser.embedding_fields``, by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import logging
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +19,26 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from epd_portable.encode.dispatcher import EncodedItem
+from epd_portable.errors import ProtocolError
 from epd_portable.items.table import PromptItem
 from epd_portable.vllm_plugin import compat
 from epd_portable.wire.descriptors import TensorSpec
-from epd_portable.wire.params import FIELD, EncodeParams, EncodeTransfer, PrefillParams, to_params
+from epd_portable.wire.params import (
+    FIELD,
+    EncodeParams,
+    EncodeTransfer,
+    ParamsT,
+    PrefillParams,
+    read_params,
+    to_params,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
 
 KV = "kv_transfer_params"
 """vLLM's field of ``extra_args`` and of outputs."""
@@ -117,6 +130,80 @@ def request_of(
         data_parallel_rank=None,
         **others,
     )
+
+
+def blocks_of(core: EngineCoreRequest, size: int) -> list[int]:
+    """Return a prompt as a chain of names of its blocks: equal for a common beginning.
+
+    Args:
+        size: Tokens of a block.
+    """
+    tokens, last, found = core.prompt_token_ids or [], hash(core.cache_salt), []
+    items = {each.mm_position.offset: each.identifier for each in core.mm_features or ()}
+    for start in range(0, len(tokens) - size + 1, size):
+        end = start + size
+        names = tuple(name for offset, name in items.items() if start <= offset < end)
+        last = hash((last, names, *tokens[start:end]))
+        found.append(last)
+    return found
+
+
+def without_items(
+    core: EngineCoreRequest, names: Collection[str], words: Callable[[str], list[int]]
+) -> EngineCoreRequest:
+    """Return a request with a text in the place of some of its items."""
+    tokens, features, begin = core.prompt_token_ids or [], [], 0
+    prompt: list[int] = []
+    for feature in core.mm_features or ():
+        place = feature.mm_position
+        if feature.identifier in names:
+            prompt += tokens[begin : place.offset] + words(f"[{feature.modality} not available]")
+            begin = place.offset + place.length
+        else:
+            offset = len(prompt) + place.offset - begin
+            features.append(replace(feature, mm_position=replace(place, offset=offset)))
+    changed = copy.copy(core)
+    changed.prompt_token_ids = prompt + tokens[begin:]
+    changed.mm_features = features or None
+    return changed
+
+
+def put_params(output: Any, params: dict[str, Any] | None) -> None:
+    """Put ``ec_transfer_params`` into an ``EngineCoreOutput``."""
+    if compat.version() < compat.CARRIES_PARAMS:
+        output.kv_transfer_params = params and {**(output.kv_transfer_params or {}), FIELD: params}
+    else:
+        output.ec_transfer_params = params
+
+
+def take_params(output: Any) -> Any:
+    """Return what `put_params` has put into an output, and remove it there."""
+    if compat.version() < compat.CARRIES_PARAMS:
+        others = dict(output.kv_transfer_params or {})
+        params = others.pop(FIELD, None)
+        output.kv_transfer_params = others or None
+    else:
+        params, output.ec_transfer_params = output.ec_transfer_params, None
+    return params
+
+
+def transfer_params(request: Any) -> dict[str, Any] | None:
+    """Return the ``ec_transfer_params`` that came with a request."""
+    if compat.version() < compat.CARRIES_PARAMS:
+        params = (getattr(request.sampling_params, "extra_args", None) or {}).get(FIELD)
+    else:
+        params = request.ec_transfer_params
+    return params if isinstance(params, dict) else None
+
+
+def read_transfer_params(kind: type[ParamsT], request: Any) -> ParamsT | None:
+    """Return a request's transfer parameters; ``None`` if it has none that can be read."""
+    raw = transfer_params(request)
+    try:
+        return None if raw is None else read_params(raw, kind)
+    except ProtocolError as error:
+        logger.error("request %s is served without transfer: %s", request.request_id, error)
+        return None
 
 
 class ItemMetadata:

@@ -152,11 +152,8 @@ class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
 ParamsT = TypeVar("ParamsT", EncodeParams, PrefillParams)
 
 
-def to_params(
-    value: EncodeParams | PrefillParams | PrefillOutcome,
-) -> dict[str, Any]:
-    """Return the plain dictionary that JSON carries."""
-    return dict(msgspec.to_builtins(value))
+to_params = msgspec.to_builtins
+"""Returns the plain dictionary of `EncodeParams`, `PrefillParams` or `PrefillOutcome`."""
 
 
 def is_encode_job(raw: dict[str, Any] | None) -> bool:

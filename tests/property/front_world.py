@@ -20,12 +20,12 @@ from typing import Any, get_args
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from epd_portable.config.front import FrontSection
 from epd_portable.front.client import SplitClient
 from epd_portable.front.exchange import FrontExchange, GracefulHTTPError, exchange
-from epd_portable.front.item_jobs import EncodeOrder
 from epd_portable.placement.assignment import EncodeFailure, FailureKind
 from epd_portable.transfer.stores.lookup import StoredItem
-from epd_portable.vllm_plugin import compat
+from epd_portable.vllm_plugin.requests import put_params
 from epd_portable.wire.params import CacheNews, to_params
 from tests.integration.front.played_front import (
     CONTROL,
@@ -38,6 +38,7 @@ from tests.integration.front.played_front import (
 
 ITEMS = [*"abcdef", *PAIRS]
 HELD = 3
+ORDERS = get_args(FrontSection.model_fields["encode_order"].annotation)
 """Items that an engine keeps when no request needs them."""
 STEPS = 60
 MOST_STEPS = 5_000
@@ -168,7 +169,7 @@ class Life:
         if self.has_news:
             news = to_params(CacheNews(entries=self.entries, requested=tuple(self.requested)))
             told = EngineCoreOutput("", [])
-            compat.put_params(told, news)
+            put_params(told, news)
             self.outbox.append(told)
             self.entries, self.requested = {}, []
         self._outputs.put_nowait(EngineCoreOutputs(outputs=self.outbox))
@@ -230,7 +231,7 @@ class World:
             config,
             folder,
             *self.names,
-            encode_order=self.random.choice(get_args(EncodeOrder)),
+            encode_order=self.random.choice(ORDERS),
             can_encode=not self.partial,
             partial_results=self.partial,
         )

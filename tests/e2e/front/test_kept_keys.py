@@ -25,8 +25,8 @@ import yaml
 from safetensors.torch import save_file
 
 from epd_portable.demo.pictures import QUESTIONS, QuestionKind, draw
-from epd_portable.front.exchange import KEY as GATEWAY
-from epd_portable.front.exchange import MAPPING
+from epd_portable.front.headers import KEY as GATEWAY
+from epd_portable.front.headers import MAPPING
 from epd_portable.launch.plan.machine import port_source
 from epd_portable.wire.params import FIELD
 from tests.certificates import make_certificate, served_certificate

@@ -28,7 +28,7 @@ from epd_portable.config.roles import Role
 from epd_portable.config.secret import make_secret_file
 from epd_portable.front.client import FrontSettings, SplitClient
 from epd_portable.front.engines import EngineSettings
-from epd_portable.vllm_plugin import compat
+from epd_portable.vllm_plugin.requests import put_params
 from epd_portable.wire.params import CacheNews, to_params
 
 CHAT = "/v1/chat/completions"
@@ -285,7 +285,7 @@ class Front:
 
     async def reports(self, engine: str, news: CacheNews) -> None:
         output = EngineCoreOutput("", [])
-        compat.put_params(output, to_params(news))
+        put_params(output, to_params(news))
         outputs = EngineCoreOutputs(outputs=[output])
         self.client._take_outputs(self.client.engines.by_name[engine], outputs)
         await settle()

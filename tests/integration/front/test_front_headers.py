@@ -20,13 +20,13 @@ from starlette.types import Receive, Scope, Send
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import FinishReason
 
-from epd_portable.front.exchange import (
+from epd_portable.front.exchange import LEFT_OUT
+from epd_portable.front.headers import (
     CACHE_KEY,
     ENCODER_MODEL_LABEL,
     ENCODERS,
     ENCODERS_TOO,
     KEY,
-    LEFT_OUT,
     MAPPING,
     MODEL,
     REFS,

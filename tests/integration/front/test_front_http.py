@@ -25,7 +25,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from epd_portable.front.client import SplitClient
 from epd_portable.front.exchange import GracefulHTTPError
 from epd_portable.front.http import FrontMiddleware
-from epd_portable.vllm_plugin import compat
+from epd_portable.vllm_plugin.requests import put_params
 from epd_portable.wire.params import ItemOutcome, PrefillOutcome, to_params
 from tests.integration.front.played_front import CHAT, Played, Serve, client_of, request, server_of
 from tests.integration.front.web import Site, plain
@@ -367,7 +367,7 @@ async def test_access_line_has_engine_tokens_and_items(serve: Serve, tmp_path: P
         await asyncio.sleep(0.01)
     item = ItemOutcome(mm_hash="a", source="transfer", encoder="e-0", path="shm", nbytes=9)
     output = EngineCoreOutput("r", [5, 6], finish_reason=FinishReason.STOP)
-    compat.put_params(output, to_params(PrefillOutcome(instance="pd-0", items=(item,))))
+    put_params(output, to_params(PrefillOutcome(instance="pd-0", items=(item,))))
     outputs = EngineCoreOutputs(outputs=[output])
     client._take_outputs(client.engines.by_name["pd-0"], outputs)
     assert (await asked).text == "r"

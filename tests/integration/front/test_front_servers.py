@@ -28,7 +28,7 @@ from epd_portable.engine import core
 from epd_portable.errors import RequestError
 from epd_portable.front.client import SplitClient
 from epd_portable.front.http import FrontMiddleware
-from epd_portable.vllm_plugin import compat
+from epd_portable.vllm_plugin.requests import put_params
 from epd_portable.wire.params import CacheNews, to_params
 from tests.integration.front.played_front import (
     client_of,
@@ -120,7 +120,7 @@ class Engine:
         end = EngineCoreOutput(core.request_id, [index], finish_reason=FinishReason.STOP)
         news = to_params(CacheNews(entries={core.request_id: True}))
         told = EngineCoreOutput("", [])
-        compat.put_params(told, news)
+        put_params(told, news)
         parts = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[told, end]))
         outputs[core.client_index].send_multipart(parts)
 

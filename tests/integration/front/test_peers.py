@@ -42,10 +42,9 @@ from epd_portable.front.engines import EngineSettings, FrontEngine
 from epd_portable.front.exchange import FrontExchange, GracefulHTTPError, exchange
 from epd_portable.transfer.curve import CurveGate, read_keys, secure_client
 from epd_portable.transfer.stores.lookup import StoredItem
-from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.agreement import kv_form
 from epd_portable.vllm_plugin.job_items import JobReader, to_job
-from epd_portable.vllm_plugin.requests import KV, encode_request, prefill_sampling
+from epd_portable.vllm_plugin.requests import KV, encode_request, prefill_sampling, put_params
 from epd_portable.wire import jobs
 from epd_portable.wire.params import (
     CacheNews,
@@ -94,7 +93,7 @@ class Core(Played):
 
     def news(self, *requested: str, **entries: bool) -> None:
         news = EngineCoreOutput("", [])
-        compat.put_params(news, to_params(CacheNews(entries=entries, requested=requested)))
+        put_params(news, to_params(CacheNews(entries=entries, requested=requested)))
         self.outputs.put_nowait(EngineCoreOutputs(outputs=[news]))
 
     def open(self) -> list[str]:

@@ -23,7 +23,7 @@ from epd_portable.front.client import SplitClient
 from epd_portable.front.server import Front
 from epd_portable.front.warm_up import WarmUp
 from epd_portable.items.output_sample import sample_of
-from epd_portable.vllm_plugin import compat
+from epd_portable.vllm_plugin.requests import put_params
 from epd_portable.wire.params import FIELD, CacheNews, ItemOutcome, PrefillOutcome, to_params
 from tests.integration.front.played_front import PICTURE, Engine
 from tests.metrics_page import total
@@ -103,13 +103,11 @@ class SampledEngine(Engine):
         outputs = [EngineCoreOutput(request_id, [1], finish_reason=end)]
         source: Any = "local" if by == self.name else "transfer"
         outcome = ItemOutcome(mm_hash=item, source=source, encoder=by if by != self.name else "")
-        compat.put_params(
-            outputs[0], to_params(PrefillOutcome(instance=self.name, items=(outcome,)))
-        )
+        put_params(outputs[0], to_params(PrefillOutcome(instance=self.name, items=(outcome,))))
         if extra.get(FIELD, {}).get("sample"):
             news = EngineCoreOutput("", [])
             sample = sample_of(torch.full((4, 8), self._values[by]))
-            compat.put_params(news, msgspec.to_builtins(CacheNews(samples={item: sample})))
+            put_params(news, msgspec.to_builtins(CacheNews(samples={item: sample})))
             outputs.insert(0, news)
         self._client._take_outputs(self._engine, EngineCoreOutputs(outputs=outputs))
 

@@ -256,7 +256,7 @@ def test_request_without_media_and_transfer_fails_alone(engine: Engine) -> None:
 
 
 def test_front_has_reason_before_end_of_request_beyond_pool() -> None:
-    from epd_portable.vllm_plugin import compat
+    from epd_portable.vllm_plugin.requests import take_params
 
     engine = Engine(pool=1)
     engine.arrive("r", pixels=True, transfer=True)
@@ -265,7 +265,7 @@ def test_front_has_reason_before_end_of_request_beyond_pool() -> None:
     assert engine.ended == {"r": "error"}
     news, end = engine.outputs
     assert (news.request_id, end.request_id) == ("", "r")
-    reason = compat.take_params(news)["refused"]["r"]
+    reason = take_params(news)["refused"]["r"]
     most = pool_bytes(engine.side.sizes)
     assert reason.endswith(f"and {most} bytes: send a smaller image, or raise transfer.pool_bytes")
 
