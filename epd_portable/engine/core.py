@@ -110,7 +110,6 @@ def _connect(path: str) -> socket.socket:
 
 
 def _meet(front: socket.socket, name: str) -> str:
-    """Send the name of this engine; return where that server will listen."""
     front.sendall(f"meet {name}\n".encode())
     with front.makefile() as lines:
         return lines.readline().strip()

@@ -32,26 +32,6 @@ from epd_portable.transfer.sessions import new_session
 from epd_portable.vllm_plugin.job_items import JobReader, is_proved
 from epd_portable.vllm_plugin.requests import take_params
 from epd_portable.wire import jobs
-from epd_portable.wire.jobs import (
-    BEAT_S,
-    CHUNK_BYTES,
-    MISSED_BEATS,
-    Beat,
-    Cancel,
-    Done,
-    EncodeJob,
-    Failed,
-    FromHub,
-    Full,
-    Here,
-    Job,
-    KvJob,
-    Load,
-    News,
-    OtherVersionError,
-    Reset,
-    VersionRefused,
-)
 from epd_portable.wire.messages import MAX_REASON
 from epd_portable.wire.params import CacheNews
 
@@ -70,7 +50,7 @@ _RESPONDS_WITHIN_BEATS = 30
 class _Arriving:
     """A job whose bytes come in."""
 
-    job: Job
+    job: jobs.Job
     data: np.ndarray[Any, Any]
     filled: int = 0
 
@@ -96,9 +76,7 @@ class Hub:
     """See the module; used in one thread's event loop.
 
     Args:
-        address: ZMQ address to listen on.
         config: Names the engine and what it takes.
-        fingerprint: Of the engine.
         kv: Form of its KV; empty where it prefills for none.
         plain: Nothing is encrypted. A job is still proved to be a holder's of the secret.
 
@@ -138,7 +116,7 @@ class Hub:
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.setsockopt(zmq.RCVHWM, _WAITING_MESSAGES)
-        socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, jobs.CHUNK_BYTES)
         socket.setsockopt(zmq.LINGER, 200)
         self._secret = Secret.read(config.secret_file)
         self._gate: CurveGate | None = None
@@ -154,11 +132,7 @@ class Hub:
         self._socket = zmq.asyncio.Socket.from_socket(socket)
 
     async def serve(self, client: Any) -> None:
-        """Take jobs until the engine ends.
-
-        Args:
-            client: vLLM's ``AsyncMPClient`` of the engine.
-        """
+        """Take jobs until the engine ends."""
         self._client = client
         self.well = True
         logger.info("%s takes jobs of other machines", self._config.instance)
@@ -177,11 +151,11 @@ class Hub:
                 raise error
 
     @property
-    def jobs(self) -> int:
+    def open_jobs(self) -> int:
         """Jobs at the engine."""
         return len(self._owners)
 
-    # -- from fronts ------------------------------------------------------------------------------
+    # From fronts.
 
     async def _take(self) -> None:
         while True:
@@ -200,27 +174,27 @@ class Hub:
             if len(parts) != 1:
                 raise ProtocolError(f"a message of {len(parts)} parts")
             message, _ = jobs.decode_from_front(parts[0].buffer)
-        except OtherVersionError as error:
-            self._send(identity, VersionRefused(version=jobs.JOBS_VERSION, reason=str(error)))
+        except jobs.OtherVersionError as error:
+            self._send(identity, jobs.VersionRefused(version=jobs.JOBS_VERSION, reason=str(error)))
             return
         except ProtocolError as error:
             logger.warning("message of front %r dropped: %s", front and front.name, error)
             return
-        if isinstance(message, Beat):
+        if isinstance(message, jobs.Beat):
             self._beat(identity, message)
         elif front is None:
             pass  # Forgotten: its next heartbeat shows it another session.
-        elif isinstance(message, EncodeJob | KvJob):
+        elif isinstance(message, jobs.EncodeJob | jobs.KvJob):
             await self._begin(identity, front, message)
-        elif isinstance(message, Cancel):
+        elif isinstance(message, jobs.Cancel):
             await self._abort(front, set(message.jobs))
-        elif isinstance(message, Reset):
+        elif isinstance(message, jobs.Reset):
             self._calls.add(call := asyncio.create_task(self._reset(identity, message)))
             call.add_done_callback(self._calls.discard)
         else:
             await self._forget(identity, "it has left")
 
-    def _beat(self, identity: bytes, beat: Beat) -> None:
+    def _beat(self, identity: bytes, beat: jobs.Beat) -> None:
         if identity not in self._fronts:
             if len(self._fronts) >= MAX_FRONTS:
                 logger.warning("front %s is not served: there are %d", beat.front, MAX_FRONTS)
@@ -232,23 +206,22 @@ class Hub:
             held = [*self._held]
             for begin in range(0, len(held), _NEWS_ITEMS):
                 items = dict.fromkeys(held[begin : begin + _NEWS_ITEMS], True)
-                self._send(identity, News(news=CacheNews(entries=items)))
+                self._send(identity, jobs.News(news=CacheNews(entries=items)))
 
-    async def _begin(self, identity: bytes, front: _Front, job: Job) -> None:
-        """Take the head of a job, unless there is too much."""
+    async def _begin(self, identity: bytes, front: _Front, job: jobs.Job) -> None:
         front.arriving = None
         _, nbytes = jobs.offsets(job.tensors)
         if not is_proved(job, self._secret):
             reason = "its proof is wrong: is it the same secret_file at both ends?"
-            self._send(identity, Failed(job=job.job, reason=reason))
+            self._refuse(identity, job, reason)
         elif job.job in self._owners:
-            self._send(identity, Failed(job=job.job, reason="a job of this name is open"))
+            self._refuse(identity, job, "a job of this name is open")
         elif nbytes > self._config.max_queued_bytes:
             reason = f"{nbytes} bytes: at most {self._config.max_queued_bytes}"
-            self._send(identity, Failed(job=job.job, reason=reason))
+            self._refuse(identity, job, reason)
         elif self._is_full(front, nbytes):
-            retry_s = max(BEAT_S, self._load_of(None).seconds)
-            self._send(identity, Full(job=job.job, retry_s=retry_s, load=self._load_of(front)))
+            retry_s = max(jobs.BEAT_S, self._load_of(None).seconds)
+            self._send(identity, jobs.Full(job=job.job, retry_s=retry_s, load=self._load_of(front)))
         else:
             front.arriving = _Arriving(job, np.empty(nbytes, np.uint8))
             if not nbytes:
@@ -267,7 +240,7 @@ class Hub:
         )
         most, most_bytes = self._config.max_queued_items, self._config.max_queued_bytes
         own = sum(front.jobs.values()) + nbytes
-        too_many = self.jobs + len(arriving) >= most and len(front.jobs) * len(fronts) >= most
+        too_many = self.open_jobs + len(arriving) >= most and len(front.jobs) * len(fronts) >= most
         too_large = held + nbytes > most_bytes and own * len(fronts) > most_bytes
         return too_many or too_large
 
@@ -277,7 +250,7 @@ class Hub:
         data, begin = arriving.data, arriving.filled
         if begin + len(chunk) > data.nbytes:
             front.arriving = None
-            self._send(identity, Failed(job=arriving.job.job, reason="more bytes than its head"))
+            self._refuse(identity, arriving.job, "more bytes than its head")
             return
         arriving.filled = begin + len(chunk)
         data[begin : arriving.filled] = np.frombuffer(chunk, np.uint8)
@@ -285,7 +258,6 @@ class Hub:
             await self._whole(identity, front, arriving)
 
     async def _whole(self, identity: bytes, front: _Front, arriving: _Arriving) -> None:
-        """Give the engine a job that has come."""
         front.arriving = None
         job = arriving.job
         try:
@@ -295,7 +267,7 @@ class Hub:
             if not isinstance(error, ProtocolError):
                 logger.exception("job %s of front %s", job.job, front.name)
             reason = str(error) if isinstance(error, ProtocolError) else repr(error)
-            self._send(identity, Failed(job=job.job, reason=reason[:MAX_REASON]))
+            self._refuse(identity, job, reason[:MAX_REASON])
             return
         self._pace.see(time.monotonic(), busy=bool(self._owners))
         self._owners[job.job] = identity
@@ -312,12 +284,12 @@ class Hub:
                 del front.jobs[each], self._owners[each]
             await self._client.abort_requests_async(own)
 
-    async def _reset(self, identity: bytes, message: Reset) -> None:
+    async def _reset(self, identity: bytes, message: jobs.Reset) -> None:
         """Let the engine use nothing that it has cached: weights have changed at a front."""
         self._reader.resets += 1
         await self._client.call_utility_async("reset_encoder_cache")
         load = self._load_of(self._fronts.get(identity))
-        self._send(identity, Done(job=message.job, reason="stop", load=load))
+        self._send(identity, jobs.Done(job=message.job, reason="stop", load=load))
 
     async def _forget(self, identity: bytes, why: str) -> None:
         front = self._fronts.pop(identity)
@@ -326,18 +298,18 @@ class Hub:
         front.arriving = None
         await self._abort(front, [*front.jobs])
 
-    # -- to fronts --------------------------------------------------------------------------------
+    # To fronts.
 
-    def _load_of(self, front: _Front | None) -> Load:
+    def _load_of(self, front: _Front | None) -> jobs.Load:
         """Return what others than a front have open, or what all have."""
-        count = self.jobs
+        count = self.open_jobs
         if front is not None:
             same = (each for each in self._fronts.values() if each.name == front.name)
             count -= sum(len(each.jobs) for each in same)
-        return Load(jobs=count, seconds=count * self._pace.seconds_each)
+        return jobs.Load(jobs=count, seconds=count * self._pace.seconds_each)
 
     def _send_here(self, identity: bytes) -> None:
-        here = Here(
+        here = jobs.Here(
             name=self._config.instance,
             role=self._role,
             vllm=vllm.__version__,
@@ -349,13 +321,16 @@ class Hub:
         )
         self._send(identity, here)
 
-    def _send(self, identity: bytes, message: FromHub) -> None:
+    def _refuse(self, identity: bytes, job: jobs.Job, reason: str) -> None:
+        self._send(identity, jobs.Failed(job=job.job, reason=reason))
+
+    def _send(self, identity: bytes, message: jobs.FromHub) -> None:
         """Send; dropped where the front does not read, or has gone."""
         front = self._fronts.get(identity)
         data = jobs.encode(message, front.session if front else self._session)
         self._socket.send_multipart([identity, data], zmq.NOBLOCK)
 
-    # -- of the engine ----------------------------------------------------------------------------
+    # Of the engine.
 
     async def _pump(self) -> None:
         with contextlib.suppress(EngineDeadError):
@@ -371,7 +346,7 @@ class Hub:
         for item, is_here in news.entries.items():
             (self._held.add if is_here else self._held.discard)(item)
         for identity in self._fronts:
-            self._send(identity, News(news=news))
+            self._send(identity, jobs.News(news=news))
 
     def _end(self, output: Any) -> None:
         identity = self._owners.get(output.request_id)
@@ -382,7 +357,7 @@ class Hub:
         del self._owners[output.request_id]
         front = self._fronts[identity]
         del front.jobs[output.request_id]
-        done = Done(
+        done = jobs.Done(
             job=output.request_id,
             reason=str(output.finish_reason),
             params=take_params(output),
@@ -395,7 +370,7 @@ class Hub:
         """Send heartbeats; count those without a reply, of fronts and of the engine."""
         question: asyncio.Future[Any] | None = None
         while True:
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(jobs.BEAT_S)
             if self._gate is not None:
                 self._gate.log_refusals()
             if question is None or question.done():
@@ -408,7 +383,7 @@ class Hub:
             # Ticks, not seconds: this process may have stood still itself.
             for identity, front in [*self._fronts.items()]:
                 front.missed += 1
-                if front.missed > MISSED_BEATS:
+                if front.missed > jobs.MISSED_BEATS:
                     await self._forget(identity, "no message came")
                 else:
                     self._send_here(identity)

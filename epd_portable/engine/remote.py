@@ -94,7 +94,6 @@ class _Silent(WSGIRequestHandler):
 
 
 def _serve_page(address: tuple[str, int], is_well: Callable[[], bool]) -> None:
-    """Serve health and metrics in a thread."""
     metrics = make_wsgi_app(REGISTRY)
 
     def page(environ: dict[str, Any], start: Any) -> Iterable[bytes]:

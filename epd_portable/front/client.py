@@ -116,16 +116,11 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
 class SplitClient(AsyncMPClient):
     """See the module; its constructor connects to nothing.
 
-    Args:
-        settings: Settings of the launcher.
-        index: Of this API server.
-
     Attributes:
         fail: Ends a request with an error at vLLM's server, and its siblings.
         words: Returns the tokens of a text; ``None`` without a tokenizer.
         gateway_keys: Of trusted gateways; ``None`` for none.
         is_draining: It takes no new request.
-        metrics: What it counts.
     """
 
     def __init__(self, config: VllmConfig, settings: FrontSettings, index: int = 0) -> None:
@@ -200,7 +195,7 @@ class SplitClient(AsyncMPClient):
             send=self._try,
         )
 
-    # -- what vLLM's AsyncLLM calls ---------------------------------------------------------------
+    # What vLLM's AsyncLLM calls.
 
     def drain(self, timeout: float | None = None) -> None:
         """Take no new request, let open ones end, and then every engine.
@@ -343,7 +338,7 @@ class SplitClient(AsyncMPClient):
         if count != self._encoders:
             self._encoders, self._parts = count, VideoParts(self.vllm_config, count)
 
-    # -- requests ---------------------------------------------------------------------------------
+    # Requests.
 
     def _choose_engine(self, one: OpenRequest, before: FrontEngine | None) -> FrontEngine:
         """Return the engine that is to generate: the one before, if it is up. Refuse if full."""
@@ -541,7 +536,6 @@ class SplitClient(AsyncMPClient):
         )
 
     def _count(self, ways: Iterable[Assignment[FrontItem]]) -> None:
-        """Count the items of a request that has just come."""
         for each in ways:
             if each.by in ("held", "stored"):
                 continue
@@ -595,7 +589,7 @@ class SplitClient(AsyncMPClient):
         sent.sampling_params.extra_args = extra or None
         return sent
 
-    # -- outputs ----------------------------------------------------------------------------------
+    # Outputs.
 
     def _take_outputs(self, engine: FrontEngine, outputs: EngineCoreOutputs) -> None:
         outputs.engine_index = engine.index
@@ -608,7 +602,6 @@ class SplitClient(AsyncMPClient):
             self._outputs.put_nowait(outputs)
 
     def _fail_job(self, job: str, failure: EncodeFailure) -> None:
-        """Take in why an engine of another machine has not done a job."""
         self._jobs.fail(job, failure)
         if (one := self._at_engines.get(job)) is not None:
             one.again = failure.reason
@@ -666,7 +659,6 @@ class SplitClient(AsyncMPClient):
     def _put_end(
         self, one: OpenRequest, engine: FrontEngine, reason: FinishReason = FinishReason.ERROR
     ) -> None:
-        """End a response of which its client has a part, as vLLM ends broken ones."""
         end = EngineCoreOutput(one.core.request_id, [], finish_reason=reason)
         self._outputs.put_nowait(EngineCoreOutputs(engine_index=engine.index, outputs=[end]))
 

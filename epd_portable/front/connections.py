@@ -67,7 +67,6 @@ class _Parser:
 
 @functools.cache
 def _certificate(config: Config) -> Certificate | None:
-    """Return the certificate of a server; ``None`` if it has none."""
     if config.ssl is None or config.ssl_certfile is None:
         return None
     cert_file = os.fspath(config.ssl_certfile)

@@ -108,7 +108,6 @@ class FrontEngine:
     """An engine of the plan, up or not.
 
     Attributes:
-        instance: Its state and what is counted of it.
         index: Its label in vLLM's metrics.
         client: vLLM's client of its present process; ``None`` while it is down.
         holds: Items in its encoder cache, as far as it has reported (`CacheNews`).
@@ -257,14 +256,10 @@ class Engines:
     """Waits for engines, and follows each through its restarts.
 
     Args:
-        settings: Of each engine.
         paths: Unix socket of each API server, to which engines connect; others are made next to
             this one's.
-        index: Of this server.
         config: Of the front; the first engine that generates completes it.
-        outputs: Takes what an engine puts out.
         failed: Takes why an engine of another machine has not done a job.
-        secret: Of the connections to such engines.
         caches: Sizes of what engines are taken to have in their caches.
 
     Attributes:
@@ -377,7 +372,6 @@ class Engines:
         self.pool.remove(engine.name)
 
     async def _follow(self, engine: FrontEngine) -> None:
-        """Follow an engine of another machine through its restarts."""
         settings = engine.joined_as
         while True:
             peer = Peer(
@@ -405,11 +399,6 @@ class Engines:
                 peer.shutdown()
 
     async def _met(self, engine: FrontEngine, peer: Peer) -> Here:
-        """Return the description that an engine sends.
-
-        Raises:
-            TimeoutError: It stays away.
-        """
         async with asyncio.timeout(FORGET_S):
             met = asyncio.create_task(peer.met())
             try:
@@ -443,7 +432,6 @@ class Engines:
 
         Args:
             verb: ``drain`` or ``resume`` the engine of that name first, at each server.
-            name: Of an engine.
 
         Raises:
             RequestError: 503, a server is not there.
@@ -584,8 +572,6 @@ class Engines:
         """Compare an encoder output with what other engines make of the same item.
 
         Args:
-            taker: Name of the engine that got or computed it.
-            encoder: Name of the engine that computed it.
             sample: ``None`` if there is none: the engines work together unchecked.
         """
         engine = self.by_name.get(taker)

@@ -102,10 +102,6 @@ class Hints:
 def read_hints(values: Mapping[str, str], keys: ApiKeys, pool: EndpointPool) -> Hints | None:
     """Return the engines that a gateway names; ``None`` without its key.
 
-    Args:
-        values: Headers, in lower case.
-        keys: Of trusted gateways.
-
     Raises:
         RequestError: 401 for a wrong key, 400 for an invalid header, 403 for an unknown address.
     """
@@ -292,7 +288,6 @@ class _ByHeaders(EngineChoices):
 
 
 def _decoded(values: Mapping[str, str], header: str, kind: type[T], example: str) -> T:
-    """Return a header's JSON; an empty value without the header."""
     text = values.get(header, "")
     try:
         return msgspec.json.decode(text, type=kind) if text else kind()

@@ -118,15 +118,9 @@ class FrontMiddleware:
         self._signatures = SignatureCheck(client.secret)
         REGISTRY.register(cast(Any, client.metrics.registry))
 
-    # -- about engines ----------------------------------------------------------------------------
+    # About engines.
 
     async def _answer(self, scope: Scope, receive: Receive) -> Response:
-        """Return the response to a request about engines.
-
-        Raises:
-            RequestError: It is refused, or an API server is not there.
-            ClientDisconnect: The client has gone.
-        """
         assert self._client is not None
         method, path = scope["method"], scope["path"]
         name, _, verb = path.removeprefix(_CONTROL).strip("/").partition("/")
@@ -135,8 +129,7 @@ class FrontMiddleware:
         if path == "/metrics":
             return Response(await engines.page(), media_type=CONTENT_TYPE_LATEST)
         if path == "/health":
-            signed = any(key == b"authorization" for key, _ in scope["headers"])
-            return await self._health(engines, signed=signed and self._is_signed(scope))
+            return await self._health(engines)
         if (method, verb) == ("GET", "health") and known:
             # The launcher sends the request; an engine has no server of its own.
             within_s = _RESPONDS_WITHIN_S
@@ -160,8 +153,8 @@ class FrontMiddleware:
             return JSONResponse(next(each for each in seen if each["name"] == name))
         return Response(status_code=404)
 
-    async def _health(self, engines: Engines, *, signed: bool) -> Response:
-        """200 if a request can be served; the instances are for holders of the secret."""
+    async def _health(self, engines: Engines) -> Response:
+        """200 if a request can be served."""
         try:
             seen = await engines.seen()
         except RequestError:
@@ -171,20 +164,11 @@ class FrontMiddleware:
         answers = any(DUTIES[each["role"]] == "decode" for each in up)
         ready = answers and not self._client.is_draining
         states = Counter(each["state"] for each in seen)
-        body: dict[str, Any] = {
-            "status": "ok" if ready else "unavailable",
-            "counts": {state: states[state] for state in get_args(InstanceState)},
-        }
-        if signed:
-            body["instances"] = {each["name"]: each for each in seen}
-        return JSONResponse(body, 200 if ready else 503)
+        counts = {state: states[state] for state in get_args(InstanceState)}
+        status = "ok" if ready else "unavailable"
+        return JSONResponse({"status": status, "counts": counts}, 200 if ready else 503)
 
     async def _join(self, engines: Engines, body: bytes) -> Response:
-        """Take in an engine of another machine.
-
-        Raises:
-            RequestError: It cannot be taken in.
-        """
         try:
             settings = msgspec.json.decode(body, type=EngineSettings)
         except msgspec.MsgspecError as error:
@@ -212,11 +196,6 @@ class FrontMiddleware:
         return JSONResponse({"front": _here(), **shown}, 201 if new else 200)
 
     async def _control_body(self, scope: Scope, receive: Receive) -> bytes:
-        """Return the body of a request about engines.
-
-        Raises:
-            RequestError: It is too large, or late.
-        """
         pieces: list[bytes] = []
         with anyio.move_on_after(self._settings.body_timeout_s):
             async for piece in Request(scope, receive).stream():
@@ -233,14 +212,7 @@ class FrontMiddleware:
         target = scope["raw_path"].decode("latin-1")
         self._signatures.check(given, scope["method"], target, body)
 
-    def _is_signed(self, scope: Scope) -> bool:
-        try:
-            self._check_signature(scope, b"")
-        except RequestError:
-            return False
-        return True
-
-    # -- requests of clients ----------------------------------------------------------------------
+    # Requests of clients.
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let vLLM serve it; its body is read on demand, so after keys and paths."""
@@ -341,11 +313,6 @@ class FrontMiddleware:
         )
 
     async def _read(self, request: Request, one: FrontExchange) -> bytes:
-        """Return a request's body.
-
-        Raises:
-            RequestError: It is too large, or all together are; or it does not come in time.
-        """
         front, timeout_s, pieces = self._front, self._settings.body_timeout_s, []
         with anyio.move_on_after(timeout_s):
             async for piece in request.stream():
@@ -367,7 +334,6 @@ class FrontMiddleware:
         raise body_timeout(timeout_s)
 
     def _place(self, scope: Scope, one: FrontExchange) -> None:
-        """Read the headers that place a request; `RequestError` if they are refused."""
         assert self._client is not None
         headers = Headers(scope=scope)
         one.session = headers.get(SESSION_HEADER, "")

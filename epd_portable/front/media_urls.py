@@ -9,15 +9,12 @@ length is counted. Proxies of the environment are not used.
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import logging
-import math
 import os
 import re
 import socket
 import ssl
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +27,7 @@ import aiohttp
 import anyio
 import certifi
 from aiohttp.abc import AbstractResolver
+from cachetools import TLRUCache
 from vllm.multimodal.media import MediaConnector
 from yarl import URL
 
@@ -117,8 +115,9 @@ class UrlFetcher(AbstractResolver):
         self._names = ThreadPoolExecutor(MAX_FETCHES, "epd-names")
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._fetches: dict[str, _Fetch] = {}
-        self._cache: collections.OrderedDict[str, tuple[float, bytes]] = collections.OrderedDict()
-        self._cached_bytes = 0
+        self._cache: TLRUCache[str, tuple[float, bytes]] = TLRUCache(
+            settings.cache_bytes, lambda _, each, now: now + each[0], getsizeof=lambda x: len(x[1])
+        )
         trusted = os.environ.get("SSL_CERT_FILE") or certifi.where()
         self._tls = ssl.create_default_context(cafile=trusted)
         self.loop = asyncio.get_running_loop()
@@ -146,11 +145,9 @@ class UrlFetcher(AbstractResolver):
             self._metrics.fetches.labels("refused").inc()
             raise
         key = target.url
-        until, data = self._cache.get(key, (-math.inf, b""))
-        if until > time.monotonic():
-            self._cache.move_to_end(key)
+        if (found := self._cache.get(key)) is not None:
             self._metrics.fetches.labels("cache").inc()
-            return data
+            return found[1]
         if (one := self._fetches.get(key)) is None:
             one = self._fetches[key] = _Fetch(self.loop.create_task(self._counted(target)))
         else:
@@ -166,12 +163,10 @@ class UrlFetcher(AbstractResolver):
                     del self._fetches[key]
 
     async def _counted(self, target: WebTarget) -> bytes:
-        begun, result = time.monotonic(), "error"
+        result = "error"
         try:
             data = await self._within_time(target)
             result = "ok"
-            self._metrics.fetched_bytes.inc(len(data))
-            self._metrics.fetch_s.observe(time.monotonic() - begun)
             return data
         except MediaUrlError as error:
             result = _RESULTS.get(error.status, "refused")
@@ -192,7 +187,8 @@ class UrlFetcher(AbstractResolver):
                 for _ in range(MAX_REDIRECTS + 1):
                     found = await self._ask_twice(target)
                     if isinstance(found, tuple):
-                        self._put(asked.url, *found)
+                        with contextlib.suppress(ValueError):  # It is larger than the cache.
+                            self._cache[asked.url] = found
                         return found[1]
                     target = self._allowed(redirected(target, found))
         except TimeoutError:
@@ -314,17 +310,6 @@ class UrlFetcher(AbstractResolver):
     async def close(self) -> None:
         """Look up no more names; a thread that waits for a name server is not waited for."""
         self._names.shutdown(wait=False, cancel_futures=True)
-
-    def _put(self, key: str, cache_s: float, data: bytes) -> None:
-        _, before = self._cache.pop(key, (0.0, b""))
-        self._cached_bytes -= len(before)
-        if cache_s <= 0 or len(data) > self._settings.cache_bytes:
-            return
-        self._cache[key] = time.monotonic() + cache_s, data
-        self._cached_bytes += len(data)
-        while self._cached_bytes > self._settings.cache_bytes:
-            _, (_, oldest) = self._cache.popitem(last=False)
-            self._cached_bytes -= len(oldest)
 
 
 class _Fetching(MediaConnector):

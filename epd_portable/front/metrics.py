@@ -15,11 +15,7 @@ _SECONDS = SECONDS[3:-1]
 
 
 class InstanceCollector(Collector):
-    """Reads the state of the instances, and what work there is, when the metrics are read.
-
-    Args:
-        read: Returns them.
-    """
+    """Reads the state of the instances, and what work there is, when the metrics are read."""
 
     def __init__(self, read: Callable[[], Seen]) -> None:
         self._read = read
@@ -112,8 +108,4 @@ class FrontMetrics(Instruments):
         )
         self.fetches = counter(
             "epd_front_media_fetches", "Media that requests name by URL, by result.", "result"
-        )
-        self.fetched_bytes = counter("epd_front_media_fetched_bytes", "Bytes of fetched files.")
-        self.fetch_s = seconds(
-            "epd_front_media_fetch_seconds", "Duration of fetches that succeeded.", "", _SECONDS
         )

@@ -31,23 +31,6 @@ from epd_portable.vllm_plugin.agreement import kv_form
 from epd_portable.vllm_plugin.job_items import to_job
 from epd_portable.vllm_plugin.requests import put_params
 from epd_portable.wire import jobs
-from epd_portable.wire.jobs import (
-    BEAT_S,
-    CHUNK_BYTES,
-    MISSED_BEATS,
-    Beat,
-    Cancel,
-    Done,
-    Failed,
-    FromFront,
-    Full,
-    Here,
-    Leave,
-    Load,
-    News,
-    Reset,
-    VersionRefused,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +42,7 @@ class Peer:
     """Connection to a hub, from its start to its end.
 
     Args:
-        name: Of the engine that is expected there.
         address: ZMQ address of its hub, after ``plain+`` where nothing is encrypted.
-        secret: Of the deployment.
-        config: Of the front.
         front: Name that API servers of one front have in common.
         failed: Called with a job and why it was not done.
         loaded: Called with the backlog of the engine for other fronts.
@@ -82,9 +62,9 @@ class Peer:
         front: str,
         *,
         failed: Callable[[str, EncodeFailure], None],
-        loaded: Callable[[Load], None],
+        loaded: Callable[[jobs.Load], None],
     ) -> None:
-        self.here: Here | None = None
+        self.here: jobs.Here | None = None
         self.problem = self.ended = ""
         self._name = name
         self._config = config
@@ -104,7 +84,7 @@ class Peer:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # Open requests hold these bytes anyway.
-        self._socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, jobs.CHUNK_BYTES)
         self._socket.setsockopt(zmq.IDENTITY, os.urandom(12))
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -114,7 +94,7 @@ class Peer:
             connect_client(self._socket, address, CurveKeys.derive(secret), what="hub of an engine")
         self._tasks = [asyncio.create_task(x) for x in (self._beat(), self._take(), self._watch())]
 
-    async def met(self) -> Here:
+    async def met(self) -> jobs.Here:
         """Return the hub's description of its engine, when that can be used."""
         await self._met.wait()
         assert self.here is not None
@@ -124,7 +104,7 @@ class Peer:
         """Return when the hub or its engine has gone, or is silent, or has forgotten this front."""
         await self._gone.wait()
 
-    # -- what a front calls of vLLM's clients -----------------------------------------------------
+    # What a front calls of vLLM's clients.
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """Return the end of a job, or news of the engine's encoder cache."""
@@ -149,14 +129,14 @@ class Peer:
         for begin, data in zip(begins, tensors, strict=True):
             if begin > end:
                 await self._send_chunk(bytes(begin - end))
-            for part in range(0, data.nbytes, CHUNK_BYTES):
-                await self._send_chunk(data[part : part + CHUNK_BYTES])
+            for part in range(0, data.nbytes, jobs.CHUNK_BYTES):
+                await self._send_chunk(data[part : part + jobs.CHUNK_BYTES])
             end = begin + data.nbytes
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """End jobs; there is no reply."""
         with contextlib.suppress(EngineDeadError):
-            await self._send(Cancel(jobs=tuple(request_ids)))
+            await self._send(jobs.Cancel(jobs=tuple(request_ids)))
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         """Call a method, as far as that goes, see `call_elsewhere`.
@@ -170,7 +150,7 @@ class Peer:
             name = f"reset-{self._session}-{next(self._resets)}"
             done = self._awaited[name] = asyncio.get_running_loop().create_future()
             try:
-                await self._send(Reset(job=name))
+                await self._send(jobs.Reset(job=name))
                 await done
             finally:
                 del self._awaited[name]
@@ -184,8 +164,9 @@ class Peer:
         """Leave the hub; open calls fail."""
         if self._socket.closed:
             return
+        farewell = jobs.encode(jobs.Leave(), self._session)
         with contextlib.suppress(zmq.ZMQError):
-            zmq.Socket.shadow(self._socket).send(jobs.encode(Leave(), self._session), zmq.NOBLOCK)
+            zmq.Socket.shadow(self._socket).send(farewell, zmq.NOBLOCK)
         self._gone.set()
         for each in self._tasks:
             each.cancel()
@@ -196,9 +177,9 @@ class Peer:
         self._events.close(linger=0)
         self._socket.close()
 
-    # -- messages ---------------------------------------------------------------------------------
+    # Messages.
 
-    async def _send(self, message: FromFront) -> None:
+    async def _send(self, message: jobs.FromFront) -> None:
         await self._send_parts([jobs.encode(message, self._session)])
 
     async def _send_chunk(self, data: bytes | memoryview) -> None:
@@ -218,15 +199,14 @@ class Peer:
             if self._met.is_set():
                 # By beats, not by the clock: this loop may have been held up itself.
                 self._missed += 1
-                if self._missed > MISSED_BEATS:
+                if self._missed > jobs.MISSED_BEATS:
                     self._end("it is silent")
                     return
             with contextlib.suppress(EngineDeadError):
-                await self._send(Beat(front=self._front))
-            await asyncio.sleep(BEAT_S if self._met.is_set() else _FIRST_BEAT_S)
+                await self._send(jobs.Beat(front=self._front))
+            await asyncio.sleep(jobs.BEAT_S if self._met.is_set() else _FIRST_BEAT_S)
 
     async def _watch(self) -> None:
-        """Note the end of the connection."""
         while True:
             await self._events.recv_multipart()
             if self._met.is_set():
@@ -241,14 +221,14 @@ class Peer:
             except ProtocolError as error:
                 self._complain(str(error))
                 continue
-            if isinstance(message, VersionRefused):
+            if isinstance(message, jobs.VersionRefused):
                 self._complain(message.reason)
-            elif isinstance(message, Here):
+            elif isinstance(message, jobs.Here):
                 self._take_here(message, session)
             elif self._met.is_set() and session == self._hub_session:
                 self._take_answer(message)
 
-    def _take_here(self, here: Here, session: str) -> None:
+    def _take_here(self, here: jobs.Here, session: str) -> None:
         if here.name != self._name:
             self._complain(f"engine {here.name} is there")
         elif self._met.is_set() and session != self._hub_session:
@@ -262,16 +242,16 @@ class Peer:
         elif self._met.is_set():
             self._end("its engine does not respond")
 
-    def _take_answer(self, message: News | Done | Full | Failed) -> None:
-        if isinstance(message, News):
+    def _take_answer(self, message: jobs.News | jobs.Done | jobs.Full | jobs.Failed) -> None:
+        if isinstance(message, jobs.News):
             self._put(EngineCoreOutput("", []), msgspec.to_builtins(message.news))
             return
-        if isinstance(message, Failed):
+        if isinstance(message, jobs.Failed):
             reason = f"refuses the job: {message.reason}"
             self._failed(message.job, EncodeFailure(kind=FailureKind.ERROR, reason=reason))
             return
         self._loaded(message.load)
-        if isinstance(message, Full):
+        if isinstance(message, jobs.Full):
             failure = EncodeFailure(
                 kind=FailureKind.FULL, reason="is full", full_for_s=message.retry_s
             )

@@ -62,11 +62,7 @@ class Prefills:
     """Prefill jobs of all open requests.
 
     Args:
-        metrics: Metrics of the front.
-        jobs: Encode jobs, for their resets.
-        retries: Budget of failed jobs and requests.
         choose: Returns the engine for a job, but none of these names.
-        spans: Makes spans of jobs; ``None`` for none.
         send: Sends a job to an engine, under an id, and its items to encode engines; returns when
             the job has ended or failed.
     """
@@ -155,7 +151,6 @@ def suits(core: EngineCoreRequest) -> bool:
 
 
 def _request(core: EngineCoreRequest) -> EngineCoreRequest:
-    """Return the request that computes a prompt and generates one token."""
     asked = copy.copy(core)
     asked.request_id = f"{core.request_id}{SUFFIX}"
     asked.sampling_params = prefill_sampling()

@@ -189,11 +189,7 @@ class OpenRequest:
             self.exchange.items.setdefault(each["mm_hash"], each)
 
     def leave_out(self, words: Callable[[str], list[int]]) -> None:
-        """Replace missing items by text.
-
-        Args:
-            words: Returns the tokens of a text.
-        """
+        """Replace missing items by text."""
         self.core = without_items(self.core, self.missing, words)
         self.exchange.left_out |= self.missing
         self.missing = set()
@@ -451,7 +447,6 @@ class ItemJobs:
         job_s: Longest time of one job; ``None`` for any.
         adapts_encoders: LoRA adapters change encoder outputs (vLLM's
             ``enable_tower_connector_lora``), so jobs name those of their requests.
-        spans: Makes spans of jobs; ``None`` for none.
 
     Attributes:
         open: Jobs that have not ended, by name.
@@ -632,7 +627,6 @@ class ItemJobs:
         return None
 
     async def _ended(self, request: EngineCoreRequest, encoder: Instance) -> EncodeFailure | None:
-        """Return when a job has ended, and why it was not done."""
         engine, job = self._engines.by_name[encoder.name], request.request_id
         client = engine.client
         answer = self.open[job] = asyncio.get_running_loop().create_future()
@@ -658,7 +652,6 @@ class ItemJobs:
     def _request(
         self, core: EngineCoreRequest, feature: Any, transfer: EncodeTransfer, job: str
     ) -> EngineCoreRequest:
-        """Return the request that has one item encoded and brought to its consumer."""
         place = feature.mm_position
         assert core.prompt_token_ids is not None
         return encode_request(

@@ -114,10 +114,8 @@ async def serve(
     """Serve until a signal ends it.
 
     Args:
-        args: Of vLLM's server.
         address: Of ``sock``, for the log.
         sock: Where all API servers of the front listen.
-        index: Of this one.
         loads: Open connections of each, for the next one to go to the least loaded.
     """
     count = len(loads)

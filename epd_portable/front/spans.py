@@ -48,10 +48,7 @@ class Spans:
         """Return the span of a job for a request; see `set_end`.
 
         Args:
-            core: The request.
-            engine: Name of the engine that has the job.
             tokens: Length of the item, or of the prompt that the engine lacks.
-            item: Name of the item; empty without one.
         """
         attributes: dict[str, str | int] = {"epd.engine": engine, "epd.tokens": tokens}
         if item:

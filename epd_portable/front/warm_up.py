@@ -40,10 +40,6 @@ class WarmUp:
     """Sends a request with a small item to each pair of engines, also when one starts again.
 
     A warm-up that fails is logged; clients' requests are served all the same.
-
-    Args:
-        front: Serves over the client.
-        client: Knows the engines.
     """
 
     def __init__(self, front: Front, client: SplitClient) -> None:

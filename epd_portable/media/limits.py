@@ -81,7 +81,6 @@ def check_settings(limits: MediaLimits, name: str, raw: msgspec.Raw) -> None:
 
     Args:
         name: ``mm_processor_kwargs`` or ``media_io_kwargs``.
-        raw: JSON from the client.
 
     Raises:
         RequestError: 400; names the number, the limit and the remedy.

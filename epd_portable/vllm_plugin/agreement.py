@@ -168,7 +168,6 @@ def kv_form(vllm_config: VllmConfig) -> str:
 
 
 def _config_folder(model: ModelConfig) -> Path:
-    """Return the folder of the configuration file that the engine reads."""
     source = getattr(model, "hf_config_path", None) or model.model
     if _is_gguf(source):
         raise ConfigError(
@@ -274,7 +273,6 @@ def _revision(model: ModelConfig) -> str:
 
 
 def _commit(folder: Path) -> str:
-    """Return the commit of a snapshot in a hub's cache, or an empty string."""
     return folder.name if folder.parent.name == "snapshots" else ""
 
 

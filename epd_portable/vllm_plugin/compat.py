@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from epd_portable.platforms.base import Platform
-
-logger = logging.getLogger(__name__)
 
 Version = tuple[int, int]
 
@@ -64,8 +61,8 @@ SHARES_STARTUP: Version = (0, 33)
 """The start of its commands is in ``entrypoints.common``; before, with its server."""
 
 DUMMY_SIDE = 224
+"""Pixels of a side of the items that vLLM measures with."""
 DUMMY_FRAMES = 4
-"""Sizes of the items that vLLM measures with: pixels of a side, and images of a video."""
 
 
 @cache
@@ -189,20 +186,14 @@ def check_runner(runner: Any, *, second: bool) -> None:
 def encodes_only(runner: Any) -> bool:
     """Return whether an encode instance's second runner is vLLM's own one without language model.
 
-    A platform's class over it is logged, and its steps are those of `EncodeOnlyMixin`: its buffers
-    and warm-up are its own, and need parts that an encode instance does not have.
+    A platform's class over it has buffers and a warm-up of its own, which need parts that an encode
+    instance does not have.
     """
     if version() < ENCODE_ONLY_RUNNER:
         return bool(runner.is_encoder_only)
     from vllm.v1.worker.mm_encoder_model_runner import MMEncoderModelRunner
 
-    made = type(runner)
-    if made is not MMEncoderModelRunner and isinstance(runner, MMEncoderModelRunner):
-        logger.info(
-            "model runner %s.%s: its steps are replaced by those of epd-portable",
-            *(made.__module__, made.__name__),
-        )
-    return made is MMEncoderModelRunner
+    return type(runner) is MMEncoderModelRunner
 
 
 def dtype_name(vllm_config: VllmConfig) -> str:
@@ -233,25 +224,14 @@ def small_dummies(vllm_config: VllmConfig) -> Callable[[], None]:
         return lambda: None
     from vllm.config.multimodal import ImageDummyOptions, VideoDummyOptions
 
-    def smaller(size: int | None, limit: int) -> int:
-        return limit if size is None else min(size, limit)
-
-    before = multimodal.limit_per_prompt
+    before, side = multimodal.limit_per_prompt, DUMMY_SIDE
     image = before.get("image") or ImageDummyOptions()
     video = before.get("video") or VideoDummyOptions()
-    small = type(before)(before)
-    small["image"] = replace(
-        image,
-        width=smaller(image.width, DUMMY_SIDE),
-        height=smaller(image.height, DUMMY_SIDE),
-    )
-    small["video"] = replace(
-        video,
-        num_frames=smaller(video.num_frames, DUMMY_FRAMES),
-        width=smaller(video.width, DUMMY_SIDE),
-        height=smaller(video.height, DUMMY_SIDE),
-    )
-    multimodal.limit_per_prompt = small
+    multimodal.limit_per_prompt = {
+        **before,
+        "image": replace(image, width=side, height=side),
+        "video": replace(video, num_frames=DUMMY_FRAMES, width=side, height=side),
+    }
 
     def restore() -> None:
         multimodal.limit_per_prompt = before

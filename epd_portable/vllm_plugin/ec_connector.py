@@ -86,7 +86,6 @@ class EPDConnector(ECConnectorBase):
 
     Args:
         vllm_config: Of the engine; ``ec_connector_extra_config`` is an `InstanceConfig`.
-        role: Scheduler or worker half.
     """
 
     def __new__(
@@ -119,7 +118,7 @@ class EPDConnector(ECConnectorBase):
         """Stop threads, close sockets, remove the pool."""
         self._opened.close()
 
-    # -- hooks of vLLM ---------------------------------------------------------------------------
+    # Hooks of vLLM.
 
     def has_cache_item(self, identifier: str, *args: Any, **kwargs: Any) -> bool:
         """Return ``False``: an item that has arrived is in the scheduler's encoder cache."""
@@ -277,8 +276,6 @@ class PDScheduler(SchedulerConnector):
 
     Attributes:
         shell: Brings items; the scheduler works under its lock.
-        requests: What it serves.
-        encoder: What it encodes for others.
     """
 
     shell: ItemShell

@@ -121,6 +121,5 @@ def publish() -> None:
 
 
 def _remove(folder: str, owner: int) -> None:
-    """Remove the folder, unless this is a fork of the process that named it."""
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)

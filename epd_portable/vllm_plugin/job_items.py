@@ -274,7 +274,6 @@ class JobReader:
     def _feature(
         self, item: JobItem, tensors: Sequence[torch.Tensor], *, bare: bool
     ) -> MultiModalFeatureSpec:
-        """Return an item; a bare one has its metadata only."""
         sample = self._samples.get(item.modality)
         if sample is None:
             raise ProtocolError(

@@ -68,11 +68,7 @@ def make_encoder(
     """Return what encodes items that no step of vLLM encodes.
 
     Args:
-        overlap: Of `overlap_of`.
         runner: Has loaded the model, in the thread of its steps.
-        vllm_config: Of the engine.
-        instance: Of the engine.
-        copies: Of the worker's device.
     """
     model, priority = runner.get_model(), instance.encode_priority
     aside = overlap == "stream"

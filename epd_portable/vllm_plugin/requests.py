@@ -113,13 +113,7 @@ def request_of(
     cache_salt: str | None = None,
     **others: Any,
 ) -> EngineCoreRequest:
-    """Return a request of a job.
-
-    Args:
-        token_ids: Token ids of the prompt.
-        features: Items of the prompt, in order.
-        others: Further fields.
-    """
+    """Return a request of a job."""
     return EngineCoreRequest(
         request_id=job,
         prompt_token_ids=[*token_ids],

@@ -77,7 +77,6 @@ class Announce(Message, frozen=True, kw_only=True, tag="announce"):
     """Encode → PD: this item is being encoded for you.
 
     Attributes:
-        tensor: What will be written.
         item_uuid: As in `epd_portable.wire.params.EncodeTransfer`.
     """
 

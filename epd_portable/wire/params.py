@@ -81,7 +81,6 @@ class OutputSample(msgspec.Struct, frozen=True, kw_only=True):
     """Some values of one encoder output, by which a front compares engines.
 
     Attributes:
-        shape: Of the whole output.
         dtype: Of the output, a key of `epd_portable.wire.descriptors.DTYPE_BYTES`.
         numbers: Float32, little endian: the Euclidean norm of all values, then values at equal
             distances, from the first to the last.

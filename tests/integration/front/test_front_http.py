@@ -461,8 +461,9 @@ async def test_instances_are_for_holders_of_the_secret(serve: Serve) -> None:
     plain = await http.get("/health")
     assert (plain.status_code, plain.json()["status"]) == (200, "ok")
     assert "instances" not in plain.json()
-    whole = (await http.get("/health", headers=signed("GET", "/health"))).json()
-    assert {name: each["state"] for name, each in whole["instances"].items()} == {
+    assert (await http.get("/epd/instances")).status_code == 401
+    seen = await http.get("/epd/instances", headers=signed("GET", "/epd/instances"))
+    assert {each["name"]: each["state"] for each in seen.json()["instances"]} == {
         "e-0": "up",
         "pd-0": "up",
     }

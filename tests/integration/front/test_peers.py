@@ -388,7 +388,7 @@ async def test_front_that_leaves_ends_its_jobs(front: Any, elsewhere: Begin) -> 
     for task in client.engines._tasks:
         task.cancel()
     await until_async(lambda: not far.core.open())
-    assert far.hub.jobs == 0
+    assert far.hub.open_jobs == 0
 
 
 async def test_engine_leaves_when_nothing_needs_it(front: Any, elsewhere: Begin) -> None:
@@ -611,7 +611,7 @@ async def test_request_that_ends_cancels_its_remote_prefill_job(
     await ask(client, far)
     client.give_up(["r"])
     await until_async(lambda: not far.core.open())
-    await until_async(lambda: far.hub.jobs == engine.instance.load == 0)
+    await until_async(lambda: far.hub.open_jobs == engine.instance.load == 0)
 
 
 @pytest.mark.parametrize(
@@ -840,7 +840,7 @@ async def test_jobs_beyond_the_limit_are_full_and_end_with_the_front(
     answers = [await sender.next() for _ in range(50)]
     assert {type(each) for each in answers} == {jobs.Full}
     assert all(each.retry_s > 0 for each in answers)
-    assert far.hub.jobs == 10
+    assert far.hub.open_jobs == 10
     # Another front has its share all the same.
     await other.beat()
     await other.send_job(*other.job(config, "mine"))
@@ -851,7 +851,7 @@ async def test_jobs_beyond_the_limit_are_full_and_end_with_the_front(
     await other.send(jobs.Cancel(jobs=tuple(far.core.requests)))
     await until_async(lambda: far.core.aborted == ["mine"])
     # The first one falls silent; the other does not.
-    while far.hub.jobs:
+    while far.hub.open_jobs:
         await other.beat()
     assert len(far.core.aborted) == 11
 

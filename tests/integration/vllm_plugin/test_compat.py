@@ -192,7 +192,7 @@ def test_width_is_measured_with_small_items_for_any_model() -> None:
     end = compat.small_dummies(SimpleNamespace(model_config=model))  # type: ignore[arg-type]
     assert patches("image") == (compat.DUMMY_SIDE // 14) ** 2 < largest["image"] / 10
     # Two frames are one step of time.
-    assert patches("video") == (compat.DUMMY_SIDE // 14) ** 2 < largest["video"]
+    assert patches("video") == compat.DUMMY_FRAMES // 2 * (compat.DUMMY_SIDE // 14) ** 2
     assert {name: model.multimodal_config.get_limit_per_prompt(name) for name in largest} == {
         "image": 3,
         "video": 1,
