@@ -273,15 +273,11 @@ HOOKS: tuple[Relied, ...] = (
         "use_v2_model_runner parallel_config model_config ec_transfer_config scheduler_config "
         "lora_config",
     ),
-    _row(
-        "config.parallel.ParallelConfig",
-        _COMPAT,
-        "tensor_parallel_size pipeline_parallel_size data_parallel_size world_size",
-    ),
+    _row("config.parallel.ParallelConfig", _OVERLAP, "world_size"),
     _row(
         "config.ec_transfer.ECTransferConfig",
-        _COMPAT,
-        "is_ec_producer is_ec_consumer ec_connector_extra_config",
+        (*_CONNECTOR, *_COMPAT),
+        "is_ec_producer ec_connector_extra_config",
     ),
     _row(
         "config.scheduler.SchedulerConfig",

@@ -122,11 +122,7 @@ def _shake_hands(
     fingerprint: str = "",
     namespace: str = "",
 ) -> None:
-    """Give the engine its clients' addresses, and report to each server when it is ready.
-
-    Args:
-        namespace: Of the store's entries that it loads and writes; empty for none.
-    """
+    """Give the engine its clients' addresses, and report to each server when it is ready."""
     addresses = EngineZmqAddresses(
         inputs=[f"{place}-in" for place in places], outputs=[f"{place}-out" for place in places]
     )

@@ -80,13 +80,13 @@ def version() -> Version:
 
 
 def check_supported(vllm_config: VllmConfig) -> None:
-    """Raise `EngineError` with every setting that the plug-in cannot serve correctly."""
+    """Raise `EngineError` with every setting that the plug-in cannot serve correctly.
+
+    The launcher refuses others, by the schema of the topology file.
+    """
     version()
-    parallel = vllm_config.parallel_config
-    transfer, model = vllm_config.ec_transfer_config, vllm_config.model_config
-    tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    context = getattr(parallel, "prefill_context_parallel_size", 1)
-    scheduler, encodes = vllm_config.scheduler_config, transfer.is_ec_producer
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    encodes = vllm_config.ec_transfer_config.is_ec_producer
     ec_manager = getattr(vllm_config, "ec_manager_config", None)
     manager = ec_manager and ec_manager.encoder_cache_manager_cls
     pruning = getattr(model.multimodal_config, "video_pruning_rate", None)
@@ -95,30 +95,6 @@ def check_supported(vllm_config: VllmConfig) -> None:
             vllm_config.use_v2_model_runner and version() < SECOND_RUNNER,
             f"vLLM {vllm.__version__}: its second model runner has none of the hooks that the "
             "plug-in needs: set VLLM_USE_V2_MODEL_RUNNER=0",
-        ),
-        (
-            pipeline > 1,
-            f"pipeline_parallel_size={pipeline}: items are placed on the first stage only, which "
-            "is not supported yet; use tensor_parallel_size",
-        ),
-        (
-            context > 1,
-            f"prefill_context_parallel_size={context}: items are not divided among such ranks, "
-            "which is not supported yet; use tensor_parallel_size",
-        ),
-        (
-            parallel.data_parallel_size > 1,
-            f"data_parallel_size={parallel.data_parallel_size}: start more instances instead",
-        ),
-        (
-            encodes and transfer.is_ec_consumer,
-            "ec_role 'ec_both': use ec_consumer, which encodes for others too where it holds the "
-            "encoder, or ec_producer",
-        ),
-        (
-            encodes and tensor > 1,
-            f"tensor_parallel_size={tensor} on an encode instance: start more encode instances "
-            "instead",
         ),
         (
             encodes and scheduler.async_scheduling,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from epd_portable.errors import EngineError
 from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.encoder_scheduler import encoder_scheduler
 from epd_portable.vllm_plugin.oldest import completed
@@ -50,11 +49,6 @@ def _attached(asynchronous: bool) -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            if self.ec_connector is None or not hasattr(self.ec_connector, "attach"):
-                raise EngineError(
-                    "the EPD scheduler needs its connector: pass --ec-transfer-config with "
-                    "ec_connector_module_path epd_portable.vllm_plugin.ec_connector"
-                )
             self.encoder_cache_manager = self.ec_connector.attach(self)
 
         def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:

@@ -34,7 +34,6 @@ from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.roles import Role
 from epd_portable.config.secret import Secret
 from epd_portable.demo.servers import free_port
-from epd_portable.engine import hub as hub_module
 from epd_portable.engine.hub import Hub
 from epd_portable.front import peers as peers_module
 from epd_portable.front.client import SplitClient
@@ -70,8 +69,7 @@ def readers(config: Any) -> dict[Role, JobReader]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (hub_module, peers_module):
-        monkeypatch.setattr(module, "BEAT_S", BEAT_S)
+    monkeypatch.setattr(jobs, "BEAT_S", BEAT_S)
     monkeypatch.setattr(peers_module, "_FIRST_BEAT_S", BEAT_S)
 
 

@@ -80,15 +80,7 @@ def test_supported_configuration_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
-        ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
         ({"scheduler_config__async_scheduling": True}, "pass --no-async-scheduling"),
-        ({"parallel_config__data_parallel_size": 2}, "start more instances instead"),
-        (
-            {"ec_transfer_config__is_ec_consumer": True},
-            "which encodes for others too",
-        ),
-        ({"parallel_config__tensor_parallel_size": 2}, "start more encode instances instead"),
         ({"model_config__is_encoder_decoder": True}, "serve them in one process"),
         ({"scheduler_config__scheduler_cls": None}, "schedules with None: leave scheduler_cls"),
         (
