@@ -256,7 +256,7 @@ class SplitClient(AsyncMPClient):
             found = [each for engine, said in pairs for each in said if engine.generates] or found
         self._jobs.resets += 1
         if self._weights.note(method):
-            await self.engines.compare_again()
+            await self.engines.seen("compare")
         if found:
             return found
         raise UnavailableError("no engine that generates is up")

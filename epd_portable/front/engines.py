@@ -431,20 +431,13 @@ class Engines:
         """Return the engines as all API servers together see them; waits for each of them.
 
         Args:
-            verb: ``drain`` or ``resume`` the engine of that name first, at each server.
+            verb: ``drain``, ``resume`` or ``leave``: the engine of that name first, at each server.
+                ``compare``: encoder outputs again, as weights may be others.
 
         Raises:
             RequestError: 503, a server is not there.
         """
         return _together(await self._ask_all(verb, name)).instances
-
-    async def compare_again(self) -> None:
-        """Have each API server compare encoder outputs again: weights may be others.
-
-        Raises:
-            RequestError: 503, a server is not there.
-        """
-        await self._ask_all("compare")
 
     async def page(self) -> bytes:
         """Return the metrics of all API servers in Prometheus' format; there are several."""

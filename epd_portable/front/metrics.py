@@ -61,16 +61,7 @@ class InstanceCollector(Collector):
 
 
 class FrontMetrics(Instruments):
-    """Counters of one front, and the state of its engines.
-
-    Attributes:
-        requests: By status of the response; 0 for a client that disconnected before it.
-        items: By `ItemResult`.
-        jobs: By encode engine and end: ``encoded``, or the value of a `FailureKind`.
-        prefills: By place. ``disaggregated``: a prefill engine. The decode engine itself:
-            ``unsuited``, it needs more of the prompt than its KV; ``unavailable``, no prefill
-            engine is up; ``local``, prefill jobs have failed.
-    """
+    """Counters of one front, and the state of its engines; values: `docs/observability.md`."""
 
     def __init__(self, pool: EndpointPool) -> None:
         super().__init__()

@@ -28,16 +28,7 @@ from epd_portable.vllm_plugin.requests import (
     prefill_sampling,
     request_of,
 )
-from epd_portable.wire.jobs import (
-    JOB_DTYPES,
-    EncodeJob,
-    Job,
-    JobItem,
-    JobLora,
-    JobTensor,
-    KvJob,
-    offsets,
-)
+from epd_portable.wire import jobs
 from epd_portable.wire.params import (
     FIELD,
     EncodeParams,
@@ -51,7 +42,7 @@ _MAX_DEPTH = 3
 
 def to_job(
     request: EngineCoreRequest, config: VllmConfig, secret: Secret
-) -> tuple[Job, list[memoryview]]:
+) -> tuple[jobs.Job, list[memoryview]]:
     """Return an encode or a prefill job as a message, and the bytes of its tensors.
 
     Args:
@@ -63,7 +54,7 @@ def to_job(
     assert request.sampling_params is not None
     extra = request.sampling_params.extra_args or {}
     given, prefills = extra.get(FIELD), KV in extra
-    tensors: list[JobTensor] = []
+    tensors: list[jobs.JobTensor] = []
     data: list[memoryview] = []
     _pack(torch.tensor(request.prompt_token_ids, dtype=torch.int32), tensors, data, 0, 0)
     items = tuple(_item(each, config, tensors, data) for each in request.mm_features or ())
@@ -72,14 +63,14 @@ def to_job(
         "job": request.request_id,
         "items": items,
         "tensors": tuple(tensors),
-        "lora": None if lora is None else JobLora(name=lora.lora_name, path=lora.lora_path),
+        "lora": None if lora is None else jobs.JobLora(name=lora.lora_name, path=lora.lora_path),
         "priority": request.priority,
         "trace_headers": {**(request.trace_headers or {})},
     }
     if prefills:
         proof = proof_of_prefill(request.request_id, secret)
         params = read_params(given, PrefillParams) if given else PrefillParams(transfers=())
-        job = KvJob(
+        job = jobs.KvJob(
             **head,
             proof=proof,
             expected=params.transfers,
@@ -89,7 +80,7 @@ def to_job(
         return job, data
     assert given is not None
     (transfer,) = read_params(given, EncodeParams).transfers
-    return EncodeJob(**head, transfer=transfer), data
+    return jobs.EncodeJob(**head, transfer=transfer), data
 
 
 def proof_of_prefill(job: str, secret: Secret) -> str:
@@ -97,9 +88,9 @@ def proof_of_prefill(job: str, secret: Secret) -> str:
     return secret.sign_transfer(job, "", "prefill")
 
 
-def is_proved(job: Job, secret: Secret) -> bool:
+def is_proved(job: jobs.Job, secret: Secret) -> bool:
     """Return whether a holder of the secret has sent a job."""
-    if isinstance(job, KvJob):
+    if isinstance(job, jobs.KvJob):
         return secret.verify_transfer(job.proof, job.job, "", "prefill")
     to = job.transfer
     return secret.verify_transfer(to.proof, to.transfer_id, to.item_uuid, to.consumer) and all(
@@ -110,13 +101,13 @@ def is_proved(job: Job, secret: Secret) -> bool:
 def _item(
     feature: MultiModalFeatureSpec,
     config: VllmConfig,
-    tensors: list[JobTensor],
+    tensors: list[jobs.JobTensor],
     data: list[memoryview],
-) -> JobItem:
+) -> jobs.JobItem:
     assert feature.data is not None
     run = _run_of_frames(config) if feature.modality == "image" else 0
     place, mask = feature.mm_position, feature.mm_position.is_embed
-    return JobItem(
+    return jobs.JobItem(
         item=feature.identifier,
         modality=feature.modality,
         offset=place.offset,
@@ -138,7 +129,7 @@ def _run_of_frames(config: VllmConfig) -> int:
 
 
 def _pack(
-    value: Any, tensors: list[JobTensor], data: list[memoryview], run: int, depth: int
+    value: Any, tensors: list[jobs.JobTensor], data: list[memoryview], run: int, depth: int
 ) -> Any:
     if isinstance(value, torch.Tensor):
         plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -152,7 +143,7 @@ def _pack(
             if np.array_equal(one.view(words), other.view(words)):
                 plain, repeats = one, 2
         try:
-            found = JobTensor(
+            found = jobs.JobTensor(
                 dtype=dtype, shape=tuple(value.shape), repeats=repeats, run=run * (repeats > 1)
             )
         except ValueError as error:
@@ -194,9 +185,9 @@ class JobReader:
         self._most_embeds = config.scheduler_config.encoder_cache_size
         vision = getattr(model.hf_config, "vision_config", None)
         self._merge = int(getattr(vision, "spatial_merge_size", 0) or 0)
-        self._loras: dict[JobLora, int] = {}
+        self._loras: dict[jobs.JobLora, int] = {}
 
-    def request(self, job: Job, data: np.ndarray[Any, Any], arrival_time: float) -> Any:
+    def request(self, job: jobs.Job, data: np.ndarray[Any, Any], arrival_time: float) -> Any:
         """Return a job as the engine takes it.
 
         Args:
@@ -205,9 +196,9 @@ class JobReader:
         Raises:
             ProtocolError: The engine could not do it.
         """
-        if self._role not in (ENCODES if isinstance(job, EncodeJob) else SENDS_KV):
+        if self._role not in (ENCODES if isinstance(job, jobs.EncodeJob) else SENDS_KV):
             raise ProtocolError(f"{type(job).__name__}: this engine has the role {self._role}")
-        begins, _ = offsets(job.tensors)
+        begins, _ = jobs.offsets(job.tensors)
         tensors = [
             _tensor(each, data[begin : begin + each.nbytes])
             for each, begin in zip(job.tensors, begins, strict=True)
@@ -218,7 +209,7 @@ class JobReader:
             "priority": job.priority,
             "trace_headers": job.trace_headers or None,
         }
-        if isinstance(job, EncodeJob):
+        if isinstance(job, jobs.EncodeJob):
             tokens = self._tokens(job, tensors[0], self._most_tokens)
             if [(each.offset, each.length) for each in job.items] != [(0, len(tokens))]:
                 raise ProtocolError(f"an encode job of {len(job.items)} items in other places")
@@ -238,7 +229,7 @@ class JobReader:
         salt = f"{self.resets} {job.cache_salt or ''}" if self.resets else job.cache_salt
         return request_of(job.job, tokens, features, sampling, cache_salt=salt, **others)
 
-    def _lora(self, lora: JobLora | None) -> LoRARequest | None:
+    def _lora(self, lora: jobs.JobLora | None) -> LoRARequest | None:
         if lora is None:
             return None
         if self._config.lora_config is None:
@@ -250,7 +241,7 @@ class JobReader:
         number = self._loras.setdefault(lora, len(self._loras) + 1)
         return LoRARequest(f"{lora.name} {lora.path}", number, lora.path)
 
-    def _tokens(self, job: Job, ids: torch.Tensor, most: int) -> list[int]:
+    def _tokens(self, job: jobs.Job, ids: torch.Tensor, most: int) -> list[int]:
         if ids.dtype != torch.int32 or ids.ndim != 1 or not 0 < len(ids) <= most:
             raise ProtocolError(
                 f"token ids {tuple(ids.shape)} of {ids.dtype}: at most {most} of int32, by "
@@ -272,7 +263,7 @@ class JobReader:
         return found
 
     def _feature(
-        self, item: JobItem, tensors: Sequence[torch.Tensor], *, bare: bool
+        self, item: jobs.JobItem, tensors: Sequence[torch.Tensor], *, bare: bool
     ) -> MultiModalFeatureSpec:
         sample = self._samples.get(item.modality)
         if sample is None:
@@ -309,7 +300,7 @@ class JobReader:
             data=items[0], modality=item.modality, identifier=item.item, mm_position=places
         )
 
-    def _places(self, item: JobItem) -> PlaceholderRange:
+    def _places(self, item: jobs.JobItem) -> PlaceholderRange:
         count, mask = item.length, None
         if item.embeds:
             if len(item.embeds) != count or not any(item.embeds):
@@ -337,10 +328,10 @@ class JobReader:
                 )
 
 
-def _tensor(spec: JobTensor, data: np.ndarray[Any, Any]) -> torch.Tensor:
+def _tensor(spec: jobs.JobTensor, data: np.ndarray[Any, Any]) -> torch.Tensor:
     if spec.repeats > 1:
         # numpy, as torch would start threads next to the engine's.
-        runs = data.view(f"V{spec.run * JOB_DTYPES[spec.dtype]}")
+        runs = data.view(f"V{spec.run * jobs.JOB_DTYPES[spec.dtype]}")
         data = np.repeat(runs, spec.repeats).view(np.uint8)
     return torch.from_numpy(data).view(getattr(torch, spec.dtype)).reshape(spec.shape)
 

@@ -29,6 +29,7 @@ import msgspec
 from msgspec import Meta
 
 from epd_portable.errors import ProtocolError
+from epd_portable.wire import codec
 from epd_portable.wire.codec import Envelope, reader
 from epd_portable.wire.descriptors import DTYPE_BYTES, MAX_DIMS, Name, Word
 from epd_portable.wire.messages import MAX_REASON
@@ -267,7 +268,6 @@ FromFront: TypeAlias = Beat | EncodeJob | KvJob | Cancel | Reset | Leave
 FromHub: TypeAlias = Here | News | Done | Full | Failed | VersionRefused
 
 
-_encoder = msgspec.msgpack.Encoder()
 _read_envelope = reader(Envelope, "a message about jobs")
 _read_from_front = reader(FromFront, "a front's message about jobs")
 _read_from_hub = reader(FromHub, "a hub's message about jobs")
@@ -280,9 +280,7 @@ class OtherVersionError(ProtocolError):
 
 def encode(message: FromFront | FromHub, session: str) -> bytes:
     """Return the bytes of one message of a sender."""
-    return _encoder.encode(
-        Envelope(protocol=JOBS_VERSION, session=session, body=msgspec.Raw(_encoder.encode(message)))
-    )
+    return codec.encode(message, session=session, protocol=JOBS_VERSION)
 
 
 def encode_head(job: Job, session: str) -> bytes:
