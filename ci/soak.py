@@ -5,7 +5,7 @@
 A front with HTTPS, API keys and a store, two encode engines and one that generates. Four clients
 send new and repeated images, videos, texts and streams, and abort a part of them. Every minute the
 first encode engine is killed. Every five seconds the processes that live on are sampled: private
-memory, threads, sockets, other open files, and files and bytes in ``/dev/shm``.
+memory, threads, sockets, other open files, files and bytes in ``/dev/shm``, and temporary files.
 
 Growth is what rises in each quarter of the samples after warming up: the least of the rises between
 the medians of neighbouring quarters counts. A single step is no growth, nor is a peak.
@@ -65,6 +65,7 @@ SETTINGS = (
     "engine_args.skip_mm_profiling=true",
     # Caches that are full after minutes, not after hours.
     "engine_args.mm_processor_cache_gb=0.02",
+    "instances.encode.host_cache_bytes=2MiB",
     "transfer.pool_bytes=8MiB",
     "store.kind=file",
     "store.max_bytes=8MiB",
@@ -127,6 +128,11 @@ def sample(launcher: int) -> dict[tuple[str, str], float]:
         found[name, "threads"] += int(fields["Threads"])
         found[name, "sockets"] += sockets
         found[name, "other files"] += files.total()
+    for run_id in run_ids:
+        folder = Path(tempfile.gettempdir()) / f"epd-{run_id}"
+        # vLLM leaves a rendezvous file of 2 KiB for each killed engine until the run ends.
+        names = [path.name for path in folder.rglob("*") if not path.match("vllm_dist_*")]
+        found["temporary folder", "files"] += len(names)
     for path in (path for run_id in run_ids for path in SHM.glob(f"epd-{run_id}-*")):
         with contextlib.suppress(FileNotFoundError):  # Its process has just ended.
             found[str(SHM), "MiB"] += path.stat().st_blocks / 2048
@@ -156,6 +162,7 @@ class Clients:
             "aborted stream": self._aborted_stream,
             "aborted request": self._aborted_request,
             "new connection": self._new_connection,
+            "metrics": self._metrics,
         }
         self._url, self._trust = url, trust
         self.client = self._connected()
@@ -205,6 +212,10 @@ class Clients:
 
     def _text(self, number: int) -> str:
         return self._status(asked(f"Number {number}."))
+
+    def _metrics(self, number: int) -> str:
+        response = self.client.get("/metrics")
+        return "" if response.status_code == httpx.codes.OK else response.text
 
     def _status(self, body: dict[str, Any]) -> str:
         response = self.client.post("/v1/chat/completions", json=body)
