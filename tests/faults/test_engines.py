@@ -10,13 +10,15 @@ import base64
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
+from epd_portable.demo.pictures import QUESTIONS, QuestionKind, draw
 from tests.e2e.asking import body, picture, text
 from tests.e2e.conftest import ROOT, Split, forget, running
 from tests.e2e.engines import RESTART_S, metric, wait_until
@@ -52,7 +54,7 @@ IDLE = (
 """Gauges that are zero when nothing is under way."""
 NAMES = ("encode-0", "prefill_decode-0")
 ASK = text("What is in the picture?")
-QUESTIONS: list[Any] = [
+CONTENTS: list[Any] = [
     [picture(seed), picture(seed + 1), ASK] if seed % 4 == 0 else [picture(seed), ASK]
     for seed in range(500, 512, 2)
 ]
@@ -73,17 +75,17 @@ class Engines:
         self.split = split
         self.faults = faults
         faults.know("launcher", split.pid)
-        self.right = [self.ask(question) for question in QUESTIONS]
+        self.right = [self.ask(content) for content in CONTENTS]
         assert all(status == 200 for status, _ in self.right), self.right
         assert count_placed(split.trace_dir), "nothing was delivered"
         self.processes = self.count()
 
-    def ask(self, content: Any) -> tuple[int, str]:
+    def ask(self, content: Any, *, max_tokens: int = 8) -> tuple[int, str]:
         """Return status and text of an answer; status 0 if the connection broke."""
         try:
             answer = httpx.post(
                 f"{self.split.url}/v1/chat/completions",
-                json=body(content, max_tokens=8),
+                json=body(content, max_tokens=max_tokens),
                 timeout=DEADLINE_S,
                 trust_env=False,
             )
@@ -101,8 +103,8 @@ class Engines:
 
     def ask_all(self) -> list[tuple[int, str]]:
         """Ask every question at once."""
-        with ThreadPoolExecutor(len(QUESTIONS)) as pool:
-            return list(pool.map(self.ask, QUESTIONS))
+        with ThreadPoolExecutor(len(CONTENTS)) as pool:
+            return list(pool.map(self.ask, CONTENTS))
 
     def forget(self) -> None:
         """Empty every cache, so that the questions have to be encoded and computed again."""
@@ -148,9 +150,9 @@ class Engines:
         return len(psutil.Process(self.split.pid).children(recursive=True))
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    folder = tmp_path_factory.mktemp("engines")
+@contextmanager
+def started(folder: Path, **more: str) -> Iterator[Engines]:
+    """Start engines with these variables in every process."""
     faults = Faults(folder / "faults")
     settings = [
         "engine_args.dtype=float32",
@@ -162,9 +164,36 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         **faults.environment,
         "PYTHONPATH": f"{Faults.HOOKS}:{ROOT}",
         "VLLM_SERVER_DEV_MODE": "1",
+        **more,
     }
     with running(folder, settings, env=env) as split:
         yield Engines(split, faults)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    with started(tmp_path_factory.mktemp("engines")) as found:
+        yield found
+
+
+def test_real_engines_work_under_wall_clock_jumps(tmp_path: Path) -> None:
+    """Every call of ``time.time`` is up to a day wrong, in vLLM too."""
+    question, seeds = QuestionKind.DESCRIBE, range(900, 904)
+    with started(tmp_path, EPD_TEST_CLOCK="jumps") as engines:
+        for seed in seeds:
+            reply = engines.ask([picture(seed), text(QUESTIONS[question])], max_tokens=24)
+            assert reply == (200, draw(seed).scene.answer(question))
+        engines.forget()
+        servers = engines.servers()
+        engines.faults.arm("transfer.begun", ENCODER_WORKER)
+        assert engines.ask_all() == engines.right
+        assert engines.faults.struck()
+        wait_until(lambda: engines.back(servers), "a new encoder serves", within_s=RESTART_S)
+        engines.forget()
+        placed = count_placed(engines.split.trace_dir)
+        assert engines.ask_all() == engines.right
+        assert count_placed(engines.split.trace_dir) > placed
+        engines.check_nothing_is_left()
 
 
 @pytest.mark.parametrize(("victim", "point"), CASES, ids=str)
