@@ -11,6 +11,8 @@ T = TypeVar("T")
 
 DEADLINE_S = 60.0
 """By then it has happened, on a busy machine too."""
+POLL_S = 0.005
+"""Seconds between two polls: shorter ones take the core from the process that is waited for."""
 
 
 def until(poll: Callable[[], T]) -> T:
@@ -18,7 +20,7 @@ def until(poll: Callable[[], T]) -> T:
     deadline_s = time.monotonic() + DEADLINE_S
     while not (found := poll()):
         assert time.monotonic() < deadline_s, f"did not happen within {DEADLINE_S:g} s"
-        time.sleep(0.001)
+        time.sleep(POLL_S)
     return found
 
 
@@ -26,5 +28,5 @@ async def until_async(poll: Callable[[], T]) -> T:
     """Do as `until` does, while other coroutines go on."""
     async with asyncio.timeout(DEADLINE_S):
         while not (found := poll()):
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(POLL_S)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import os
@@ -154,12 +155,13 @@ class Run:
 
     def pid_of(self, name: str) -> int:
         """Return the pid of the process that listens for ``name``."""
-        wanted = {f"--port={self.ports[name]}"}
-        (pid,) = (
-            each
-            for each in sessions.members([], self.run_id)
-            if wanted.intersection(psutil.Process(each).cmdline())
-        )
+        wanted = f"--port={self.ports[name]}"
+        found = []
+        for each in sessions.members([], self.run_id):
+            with contextlib.suppress(psutil.NoSuchProcess):  # It has just ended.
+                if wanted in psutil.Process(each).cmdline():
+                    found.append(each)
+        (pid,) = found
         return pid
 
     def guard_pids(self) -> list[int]:
