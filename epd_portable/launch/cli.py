@@ -37,11 +37,11 @@ from epd_portable.launch.commands.command_line import (
 from epd_portable.launch.environment import new_run_id, run_secret_file
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.advice import Traffic, advice_rows, ways
-from epd_portable.launch.plan.check import inspect, inspect_environment
+from epd_portable.launch.plan.check import findings_table, inspect, inspect_environment
 from epd_portable.launch.plan.file_checks import fronts_to_join, named_files
 from epd_portable.launch.plan.machine import probed_machine
+from epd_portable.launch.plan.processes import columns, plan_table
 from epd_portable.launch.plan.request import PlanRequest, python_of, refusals, store_warnings
-from epd_portable.launch.plan.text import columns, findings_table, plan_table
 from epd_portable.launch.run.fronts import FrontClient
 from epd_portable.launch.run.logs import make_private_folder, use_log_folder
 from epd_portable.launch.run.running import RUN_FOLDER

@@ -10,7 +10,7 @@ import click
 from epd_portable.config.folders import temp_folder
 from epd_portable.errors import ConfigError, LaunchError
 from epd_portable.launch.commands.command_line import json_option, show
-from epd_portable.launch.plan.text import columns, ports_text
+from epd_portable.launch.plan.processes import columns, ports_text
 from epd_portable.launch.run.running import RunRecord, find_runs
 
 

@@ -14,6 +14,7 @@ from epd_portable.errors import PlatformError
 from epd_portable.launch.environment import child_environ
 from epd_portable.launch.plan.kv import KV_CONNECTORS
 from epd_portable.launch.plan.machine import ENGINES, installed_engines
+from epd_portable.launch.plan.processes import columns
 from epd_portable.platforms import registry as platforms
 
 
@@ -54,6 +55,15 @@ def inspect(platform_names: Sequence[str]) -> list[Finding]:
     for producer, consumer in itertools.product(usable, repeat=2):
         findings += _paths(producer, consumer)
     return findings
+
+
+def findings_table(findings: Sequence[Finding]) -> str:
+    """Return one line a finding."""
+    rows = [
+        (finding.kind, finding.name, "yes" if finding.usable else "no", finding.reason)
+        for finding in findings
+    ]
+    return "\n".join(columns([("what", "name", "usable", "why"), *rows]))
 
 
 def inspect_environment(python: str, platform: str) -> list[Finding]:

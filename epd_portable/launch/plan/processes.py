@@ -1,4 +1,4 @@
-"""Processes of a topology, decided without starting any.
+"""Processes of a topology, decided without starting any, and the text that shows them.
 
 Pure: devices, cores and free ports are arguments, so one file gives one plan on every machine.
 """
@@ -6,18 +6,21 @@ Pure: devices, cores and free ports are arguments, so one file gives one plan on
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from epd_portable.config.choice import with_file
 from epd_portable.config.hardware import HardwareProfile
-from epd_portable.config.roles import ROLES, SENDS_KV, TAKES_KV, Role
+from epd_portable.config.roles import ENCODES, ROLES, SENDS_KV, TAKES_KV, Role
 from epd_portable.config.schema import Topology
+from epd_portable.encode.two_levels import FILLED
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import (
+    CPU_KV_GIB,
     Engine,
     ModelSource,
     answering,
@@ -260,3 +263,63 @@ def _base_url(host: str, port: int, *, tls: bool = False) -> str:
     """Return an address that a client on this machine can use."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{'https' if tls else 'http'}://{in_url(reachable)}:{port}"
+
+
+def plan_table(plan: Plan) -> str:
+    """Return one line a process, then each process's command and environment."""
+    rows = [("process", "role", "runs on", "ports", "starts")]
+    rows += [
+        (
+            spec.name,
+            spec.role,
+            _place(spec),
+            ports_text(spec.ports),
+            f"after {', '.join(spec.after)}" if spec.after else "at once",
+        )
+        for spec in plan.processes
+    ]
+    lines = [f"platform {plan.platform}, model {plan.model}, clients use {plan.url}", ""]
+    lines += columns(rows)
+    if plan.joins:
+        lines += ["", f"instances join {', '.join(plan.joins)}"]
+    if encoders := [spec.name for spec in plan.processes if spec.role in ENCODES]:
+        lines += ["", f"items are encoded by {', '.join(encoders)}"]
+    if plan.kv:
+        lines += ["", f"KV goes to decode instances by {plan.kv.cls}"]
+    if plan.store:
+        lines += ["", f"encoder outputs are kept by {plan.store}"]
+    for spec in plan.processes:
+        if spec.role == "encode" and (space := spec.env.get(CPU_KV_GIB)):
+            cache = f"{FILLED:.0%} of {CPU_KV_GIB}={space} (GiB), for it has no KV cache"
+            lines += ["", f"the encoder cache of {spec.name} takes {cache}"]
+    if plan.hardware:
+        lines += ["", f"planned for {plan.hardware}"]
+    for spec in plan.processes:
+        lines += ["", f"{spec.name}:"]
+        lines += [f"  {name}={shlex.quote(value)} \\" for name, value in spec.env.items()]
+        lines += [f"  {shlex.join(spec.argv)}"]
+    return "\n".join(lines)
+
+
+def _place(spec: ProcessSpec) -> str:
+    if spec.devices:
+        place = f"devices {','.join(spec.devices)}"
+    elif spec.cores:
+        place = f"cores {'|'.join(','.join(map(str, cores)) for cores in spec.cores)}"
+    else:
+        place = "any core"
+    return f"{place} ({spec.apart})" if spec.apart else place
+
+
+def ports_text(ports: Mapping[str, int], *, without: str = "") -> str:
+    """Return ports with their purposes, but for one purpose."""
+    return ", ".join(f"{purpose} {port}" for purpose, port in ports.items() if purpose != without)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return one line a row, with its cells below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -16,8 +16,7 @@ from epd_portable.config.schema import Launch
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError, RefusedError
 from epd_portable.launch.notices import Notice
-from epd_portable.launch.plan.processes import Plan, ProcessSpec
-from epd_portable.launch.plan.text import columns, ports_text
+from epd_portable.launch.plan.processes import Plan, ProcessSpec, columns, ports_text
 from epd_portable.launch.run import sessions
 from epd_portable.launch.run.fronts import Registrar
 from epd_portable.launch.run.guard import Guard

@@ -9,8 +9,7 @@ import pytest
 
 from epd_portable.config.hardware import HardwareProfile, find_hardware, load_profile
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.processes import Plan
-from epd_portable.launch.plan.text import plan_table
+from epd_portable.launch.plan.processes import Plan, plan_table
 from tests.unit.launch.plans import plan_of
 
 PROFILE = """

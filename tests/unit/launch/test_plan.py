@@ -13,8 +13,8 @@ from epd_portable.config.instance import InstanceConfig
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import ModelSource
 from epd_portable.launch.plan.machine import Machine
+from epd_portable.launch.plan.processes import plan_table
 from epd_portable.launch.plan.request import PlanRequest
-from epd_portable.launch.plan.text import plan_table
 from epd_portable.platforms.traits import TRAITS
 from tests.unit.launch.plans import front, instance, options, plan_of
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.processes import Plan
-from epd_portable.launch.plan.text import plan_table
+from epd_portable.launch.plan.processes import Plan, plan_table
 from tests.unit.launch.plans import plan_of
 
 SHARE = '{CUDA_MPS_ACTIVE_THREAD_PERCENTAGE: "30"}'
