@@ -435,7 +435,9 @@ def test_a_half_written_file_is_damaged_or_not_there(tmp_path: Path, size: int) 
 def test_a_file_for_another_key_is_damaged(tmp_path: Path) -> None:
     store = of_files(tmp_path)
     store.save_caches([entry("cat"), entry("dog")])
-    cat, dog = (store._path(key(name)) for name in ("cat", "dog"))  # type: ignore[attr-defined]
+    cat, dog = (
+        next(each for each in files(tmp_path) if key(name) in each.name) for name in ("cat", "dog")
+    )
     dog.write_bytes(cat.read_bytes())
     with pytest.raises(CorruptEntryError):
         loaded(store, "dog")

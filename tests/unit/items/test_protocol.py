@@ -92,33 +92,6 @@ def test_other_messages_leave_a_grant_alone(desk: Desk, sender: bytes, message: 
 # -- before and after the request ----------------------------------------------------------------
 
 
-def test_an_early_announcement_waits_for_its_request(desk: Desk) -> None:
-    unfit = announce(transfer_id="v", producer=peer("encode-c", fingerprint="other"))
-    desk.receive(A, announce(), announce(), announce(transfer_id="u", mm_hash="other"), unfit)
-    assert desk.said() == []
-    desk.expect("v")
-    assert desk.said() == ["a v nack incompatible"]
-    desk.session.decline("u")
-    assert desk.said() == ["a u not_needed"]
-    desk.expect()
-    desk.give_room()
-    assert desk.said() == ["a t later", "a t grant 1"]
-
-
-def test_shared_transfer_lasts_until_the_later_deadline(desk: Desk) -> None:
-    desk.expect()
-    desk.give_room()
-    desk.receive(A, announce())
-    for number in range(11):
-        if number == 5:
-            desk.expect()
-        assert desk.said() == ["a t grant 1"]
-        desk.now += LEASE_S / 2
-        desk.receive(A, announce())
-    desk.receive(A, written())
-    assert desk.landings() == ["encode-a"]
-
-
 def test_announcement_without_request_ends_as_not_needed(desk: Desk) -> None:
     # One that no front has asked for is not even cached: the table of these is bounded.
     desk.receive(A, announce(transfer_id="forged"), announce())
@@ -173,22 +146,6 @@ def test_transfers_of_item_end_but_those_still_wanted(desk: Desk) -> None:
     assert desk.landings() == ["encode-a"]
 
 
-@pytest.mark.parametrize("ends", ["aborted", "lease"])
-def test_a_slot_that_was_granted_is_not_granted_to_a_sibling(desk: Desk, ends: str) -> None:
-    desk.get_grant()
-    desk.now += 1
-    desk.expect("u")
-    desk.receive(B, announce(B, transfer_id="u"))
-    assert desk.said() == ["b u later"]
-    if ends == "aborted":
-        desk.receive(A, abort())
-    said = desk.said(0 if ends == "aborted" else LEASE_S + LEASE_MARGIN_S)
-    assert said == ([] if ends == "aborted" else ["a t abort"])
-    assert desk.events[0][-1] == "others left"
-    desk.give_room()
-    assert desk.said() == ["b u grant 2"]
-
-
 def test_granted_transfer_moves_to_an_encoder_with_a_new_slot(desk: Desk) -> None:
     desk.get_grant()
     desk.receive(B, announce(B))
@@ -202,27 +159,6 @@ def test_granted_transfer_moves_to_an_encoder_with_a_new_slot(desk: Desk) -> Non
     desk.receive(A, written(1))
     desk.receive(B, written(2))
     assert desk.landings() == ["encode-b"]
-
-
-def test_a_restarted_encoder_takes_its_own_transfer_over(desk: Desk) -> None:
-    desk.get_grant()
-    desk.gone.add(PEERS[A].session)
-    desk.receive(b"2", announce(producer=peer("encode-a", session="encode-a-life-2")))
-    assert desk.said() == ["2 t later"], "the former life is not asked any more"
-    assert [event[0] for event in desk.events] == ["failed", "released"]
-    desk.give_room()
-    assert desk.said() == ["2 t grant 2"]
-
-
-def test_a_release_is_of_the_slot_of_its_attempt(desk: Desk) -> None:
-    desk.get_grant()
-    desk.receive(A, announce(attempt=1))
-    desk.give_room()
-    desk.said(LEASE_S + LEASE_MARGIN_S)
-    desk.receive(A, released())
-    assert [event for event in desk.events if event[0] == "released"] == [("released", 1)]
-    desk.receive(A, released(attempt=1))
-    assert desk.events[-1] == ("released", 2)
 
 
 def test_a_transfer_that_has_ended_is_not_expected_again(desk: Desk) -> None:
@@ -277,24 +213,6 @@ def test_refused_fingerprint_is_reported_with_its_differences() -> None:
         "the dtype (--dtype): float16 at the sender, bfloat16 at the receiver. Start both with the "
         "same"
     )
-
-
-def test_encoder_with_another_announcement_loses_its_slot(desk: Desk) -> None:
-    desk.get_grant()
-    desk.receive(B, announce(B, tensor=OTHER_SPEC))
-    assert desk.said() == ["b t nack unexpected"]
-    assert desk.allowed(), "it is another one's"
-    desk.receive(A, announce(tensor=OTHER_SPEC))
-    assert desk.said() == ["a t nack unexpected", "a t abort"]
-    assert not desk.allowed()
-    assert desk.events[-1] == ("failed", "t", "refused", "others left")
-
-
-def test_abort_by_producer_fails_transfer_and_releases_its_slot(desk: Desk) -> None:
-    desk.get_grant()
-    desk.receive(A, abort())
-    assert desk.said() == []
-    assert desk.events == [("failed", "t", "cancelled", "last"), ("released", 1)]
 
 
 # -- deadlines and leases ------------------------------------------------------------------------

@@ -227,11 +227,6 @@ def test_reports_of_instances_go_before_counts_of_the_front(
     assert scores(kind, there, **parameters) == expected
 
 
-def test_the_queue_of_an_encoder_is_one_of_items() -> None:
-    assert scores("queue-scorer", ENCODERS, to_encode()) == [1, 0]
-    assert scores("load-aware-scorer", ENCODERS, to_encode(), threshold=10) == [0.45, 0.25]
-
-
 def test_an_instance_of_twice_the_weight_may_have_twice_the_load() -> None:
     pair = [seen("small", load=2), seen("large", load=4, weight=2.0)]
     for kind in ("active-request-scorer", "queue-scorer", "load-aware-scorer"):
