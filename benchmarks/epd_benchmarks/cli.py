@@ -94,7 +94,9 @@ def transfer_command(
     report.stop_at_sigterm()
     found = registry.get(platform)
     devices = found.device_count()
-    place = f"Platform {platform} ({found.availability().reason}), devices: {devices}."
+    where = ("both ends on device 0, the only one", "producer on device 0, consumer on device 1")
+    ends = where[devices > 1] if found.traits.needs_device_copy else "both ends on its cores"
+    place = f"Platform {platform} ({found.availability().reason}): {ends}."
     chosen, left_out = transfer.choose_paths(paths, platform, devices)
     samples = transfer.measure(chosen, sizes, platform, devices=devices, repeat=repeat)
     report.finish(transfer.make_report(samples, place, left_out), json_file)
