@@ -38,22 +38,6 @@ def test_an_item_is_delivered_placed_and_reported(copies: bool) -> None:
     assert_everything_is_back(pair.pd)
 
 
-def test_slot_is_free_only_after_the_step_of_its_eviction(pair: Pair) -> None:
-    pair.pd.arrive("r", CAT)
-    pair.encode.submit(CAT, ready=True)
-    pair.settle()
-    pair.pd.finish("r")
-    pair.pd.cache.reset()
-    receiver, pool = pair.pd.shell, pair.pd.pool
-    receiver.take_in()
-    receiver.orders.take_orders([], computes=True)
-    receiver.orders.take_orders(pair.pd.cache.get_freed_mm_hashes(), computes=True)
-    receiver.step_done()
-    assert pool.free_bytes < pool.capacity_bytes, "only the first of two steps has ended"
-    receiver.step_done()
-    assert pool.free_bytes == pool.capacity_bytes
-
-
 def test_a_request_without_items_is_none_of_its_business(pair: Pair) -> None:
     assert pair.pd.prefill.may_schedule("unknown", 0)
     assert pair.pd.prefill.finished("unknown") is None
@@ -112,23 +96,6 @@ def test_an_item_that_the_prefix_cache_covers_is_given_up(pair: Pair) -> None:
     pair.settle()
     assert set(pair.encode.ended) == {"t-cat", "t-dog"}
     assert sources(pair.pd, "r") == {"cat": "prefix_cache", "dog": "transfer"}
-    assert_everything_is_back(pair.pd)
-
-
-def test_item_in_the_prefix_cache_is_held_until_its_request(pair: Pair) -> None:
-    """A start may find no memory now, and another hit later."""
-    pair.pd.arrive("r", CAT)
-    pair.encode.submit(CAT)
-    pair.round()
-    assert pair.pd.prefill.may_schedule("r", 3, running=False)
-    pair.round()
-    assert pair.encode.ended == []
-    assert not pair.pd.prefill.may_schedule("r", 1, running=False), "the hit is gone"
-    assert pair.pd.shell.cache.requests["r"].mm_inputs_done == 0
-    pair.encode.session.output_ready("cat")
-    pair.settle()
-    assert pair.pd.prefill.may_schedule("r", 1, running=False)
-    assert sources(pair.pd, "r") == {"cat": "transfer"}
     assert_everything_is_back(pair.pd)
 
 
@@ -219,32 +186,7 @@ def test_evicted_item_frees_its_slot_in_an_idle_engine() -> None:
     assert pair.pd.pool.free_bytes == pair.pd.pool.capacity_bytes
 
 
-def test_item_evicted_before_its_placement_is_not_placed(pair: Pair) -> None:
-    deliver(pair, "r", CAT)
-    assert placed(pair, computes=False) == []
-    pair.pd.finish("r")
-    pair.pd.forget_everything()
-    assert placed(pair, computes=True) == []
-    assert pair.pd.pool.free_bytes == pair.pd.pool.capacity_bytes
-
-
 # -- shared items --------------------------------------------------------------------------------
-
-
-def test_early_refusal_does_not_end_a_later_transfer(pair: Pair) -> None:
-    """Two tokens are expected, announced were three: that transfer fails."""
-    pair.encode.submit(Item("cat", 3, "t-cat"))
-    pair.round()
-    pair.pd.arrive("r", CAT)
-    other = Item("cat", transfer_id="t-other")
-    pair.pd.arrive("s", other)
-    pair.pd.finish("r")
-    pair.encode.submit(other, ready=True)
-    assert len(pair.settle()) == 1
-    assert "t-other" in pair.encode.ended
-    assert pair.pd.encode_here("s", 0)
-    assert sources(pair.pd, "s") == {"cat": "transfer"}
-    assert_everything_is_back(pair.pd)
 
 
 def test_request_does_not_wait_for_transfers_of_later_ones(pair: Pair) -> None:
@@ -284,29 +226,6 @@ def granted(pair: Pair) -> list[str]:
     return [
         message.transfer_id for _, message in pair.pd.mailbox.outbox if isinstance(message, Grant)
     ]
-
-
-@pytest.mark.parametrize("can_encode", [True, False])
-def test_deadline_of_request_ends_no_transfer_of_later_one(can_encode: bool) -> None:
-    pair = Pair(PrefillSide(can_encode=can_encode))
-    old = Item("cat", 2, "t-old", can_encode, can_encode)
-    new = Item("cat", 2, "t-new", can_encode, can_encode)
-    pair.pd.arrive("old", old)
-    pair.round()
-    pair.pd.clock.now += TIMEOUT_S - 1.0
-    pair.pd.arrive("new", new)
-    pair.encode.submit(new, ready=True)
-    pair.round()
-    pair.round()
-    assert list(pair.encode.writes) == ["t-new"]
-    pair.pd.clock.now += 1.0
-    pair.round()
-    assert pair.encode.ended == []
-    placed = [placement.mm_hash for placement in pair.settle()]
-    assert placed == ["cat"]
-    assert pair.pd.failed == set()
-    assert sources(pair.pd, "old") == sources(pair.pd, "new") == {"cat": "transfer"}
-    assert_everything_is_back(pair.pd)
 
 
 # -- rest ----------------------------------------------------------------------------------------

@@ -275,17 +275,3 @@ def test_failed_request_is_logged_with_its_item_and_the_reason(
         "it cannot be encoded here, where the request holds no media or the instance no encoder: "
         "send the request again"
     )
-
-
-def test_without_its_media_it_waits_for_who_encodes_it_here() -> None:
-    pair = Pair()
-    pair.pd.arrive("s", Item("cat"))
-    pair.pd.arrive("r", Item("cat", has_media=False))
-    assert not pair.pd.encode_here("r", 0)
-    assert not pair.pd.prefill.may_schedule("r", 1)
-    assert pair.pd.encode_here("s", 0)
-    assert pair.pd.prefill.may_schedule("r", 1)
-    assert sources(pair.pd, "s") == {"cat": "local"}
-    pair.pd.computed["r"] = 3
-    assert sources(pair.pd, "r") == {"cat": "encoder_cache"}
-    assert_everything_is_back(pair.pd)
