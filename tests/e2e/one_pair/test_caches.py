@@ -16,7 +16,7 @@ def test_items_that_left_the_engine_come_from_the_encoders_cache(pair: Pair) -> 
     room = metric(pair.split.pid, "ec_consumer", "epd_pd_encoder_cache_embeddings")
     contents = [[picture(seed, 224), ASK] for seed in range(7000, 7000 + int(room) // 64 + 2)]
     before = counts(pair.split.pid, "ec_producer")
-    first = [ask(pair.split.url, content, max_tokens=1) for content in contents]
+    first = [ask(pair.split.url, content) for content in contents]
     encoded = pair.split.encoded_by("encode")
     again = ask(pair.split.url, [text("Look: "), *contents[0]])
     assert again.sources == ["transfer"]
@@ -38,6 +38,22 @@ def test_a_prompt_in_the_prefix_cache_needs_no_item(pair: Pair) -> None:
     assert again.sources == ["prefix_cache"]
     assert_equal(again, first)
     assert metric(pair.split.pid, "ec_consumer", "vllm:prefix_cache_hits_total") > 0
+
+
+def test_cache_salt_separates_prompts_and_shares_items(pair: Pair) -> None:
+    content = [picture(503), text("What is in the picture? Please say it. " * 8)]
+    first = ask(pair.split.url, content, cache_salt="a")
+    others = [ask(pair.split.url, content, cache_salt="b"), ask(pair.split.url, content)]
+    assert [first.sources, *(each.sources for each in others)] == [
+        ["transfer"],
+        ["encoder_cache"],
+        ["encoder_cache"],
+    ]
+    forget(pair.split, "encoder_cache")
+    again = [ask(pair.split.url, content, cache_salt=salt) for salt in ("a", "c")]
+    assert [each.sources for each in again] == [["prefix_cache"], ["transfer"]]
+    for answer in (*others, *again):
+        assert_equal(answer, first)
 
 
 def test_item_evicted_before_its_use_is_encoded_locally(pair: Pair) -> None:
