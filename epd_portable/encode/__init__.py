@@ -10,6 +10,7 @@ worker        `producer`             transfers: messages and time in, actions ou
 worker        `sender`, `writers`    threads that carry these actions out
 worker        `store_writer`         outputs that were delivered, into the store
 worker        `background`           overlapped encoding by a prefill+decode instance
+worker        `chunks`               the same on devices, in chunks between steps
 scheduler     `shared_encoder`       jobs of such an instance
 ============  =====================  ===============================================
 """

@@ -8,8 +8,10 @@ cannot have the item::
     WAITING ──space──▶ RESERVED ──▶ GRANTED ──▶ LANDED ──▶ PRESENT      by a transfer
        ▲  │                │           │           │          │
        │  └─────space──▶ LOCAL ──────────────────────────▶ PRESENT      encoded in a step
-       │  └─────space──▶ ENCODING ───────────────────────▶ PRESENT      in the background
-       └───────────────────┴───────────┴───────────┴──────────┘
+       │                 │ │ ▲         │           │          │
+       │                 │ ▼ │ failed  │           │          │
+       │                 │ ENCODING ─────────────────────▶ PRESENT      in the background
+       └─────────────────┴─────────────┴───────────┴──────────┘
               transfer lost, space released, entry evicted
 
 `ItemTable` is the table of both roles. Its users are `epd_portable.encode.two_levels` (an encode
