@@ -230,18 +230,19 @@ class Hub:
     def _is_full(self, front: _Front, nbytes: int) -> bool:
         """Return whether a front must wait: there is enough, and it has its share of that.
 
-        So a front without work is served next to one that sends without end, and there is never
-        more than twice the limit.
+        So a front without work is served next to one that sends without end. There is never more
+        than twice the limit.
         """
-        fronts = [each for each in self._fronts.values() if each.jobs or each is front]
-        arriving = [each.arriving for each in self._fronts.values() if each.arriving]
-        held = sum(sum(each.jobs.values()) for each in fronts) + sum(
-            each.data.nbytes for each in arriving
+        fronts = [each for each in self._fronts.values() if each.jobs or each.arriving]
+        sharing = len(fronts) + (front not in fronts)
+        arriving = [each.arriving.data.nbytes for each in fronts if each.arriving]
+        count, most = self.open_jobs + len(arriving), self._config.max_queued_items
+        own_bytes, most_bytes = sum(front.jobs.values()) + nbytes, self._config.max_queued_bytes
+        total = sum(sum(each.jobs.values()) for each in fronts) + sum(arriving) + nbytes
+        too_many = count >= most and (len(front.jobs) * sharing >= most or count >= 2 * most)
+        too_large = total > most_bytes and (
+            own_bytes * sharing > most_bytes or total > 2 * most_bytes
         )
-        most, most_bytes = self._config.max_queued_items, self._config.max_queued_bytes
-        own = sum(front.jobs.values()) + nbytes
-        too_many = self.open_jobs + len(arriving) >= most and len(front.jobs) * len(fronts) >= most
-        too_large = held + nbytes > most_bytes and own * len(fronts) > most_bytes
         return too_many or too_large
 
     async def _take_chunk(

@@ -854,6 +854,26 @@ async def test_jobs_beyond_the_limit_are_full_and_end_with_the_front(
     assert len(far.core.aborted) == 11
 
 
+async def test_jobs_that_arrive_take_at_most_twice_the_bytes(
+    config: Any, elsewhere: Begin, raw: Any, front: Any
+) -> None:
+    front()
+    _, largest = raw(elsewhere()).job(config, "X", side=24)
+    far = elsewhere(max_queued_bytes=len(largest))
+    # Each has its share of those that are there, and nothing but heads has come.
+    for number, side in enumerate((24, 16, 12, 8, 8, 8)):
+        sender = raw(far, f"raw-{number}")
+        await sender.beat()
+        await sender.send(sender.job(config, f"J{number}", side=side)[0])
+        await sender.send(jobs.Reset(job="R"))
+        message = await sender.next()
+        assert isinstance(message, jobs.Full) == (number == 5)
+    again = raw(far, "again")
+    await again.beat()
+    await again.send(again.job(config, "A", side=24)[0])
+    assert isinstance(await again.next(), jobs.Full)
+
+
 async def test_messages_of_a_front_without_a_key_are_not_read(elsewhere: Begin, front: Any) -> None:
     front()
     far = elsewhere()
