@@ -45,6 +45,8 @@ HELD_BYTES = 16 << 20
 """Largest body that is held until its response begins, to be sent again."""
 ALL_HELD_BYTES = 512 << 20
 """Most bytes of all bodies; beyond it bodies are passed on while they arrive."""
+MAX_HEADER_BYTES = 64 << 10
+"""Longest header line of a request or response, as at the fronts."""
 _LINGERING_S = 2.0
 """Longest time for a client to send the rest of a body after its response."""
 _BUSY = frozenset({429, 503})
@@ -151,6 +153,8 @@ class Gateway:
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
         )
         async with self._session:
             probes = [asyncio.create_task(self._watch(each)) for each in self.fronts]
@@ -285,9 +289,8 @@ class Gateway:
     ) -> aiohttp.ClientResponse:
         """Return the head of a front's response."""
         sent = _end_to_end(request.headers)
-        sent["x-forwarded-for"] = ", ".join(
-            filter(None, (request.headers.get("x-forwarded-for"), request.remote))
-        )
+        before = request.headers.getall("x-forwarded-for", [])
+        sent["x-forwarded-for"] = ", ".join(filter(None, (*before, request.remote)))
         sent["x-forwarded-proto"] = request.headers.get("x-forwarded-proto", request.scheme)
         # Of a target with scheme and host (RFC 9112, 3.2.2) only the path is of the front.
         path = request.raw_path
@@ -340,6 +343,8 @@ def runner_of(gateway: Gateway, drain_s: float) -> web.AppRunner:
         handle_signals=False,
         handler_cancellation=True,
         lingering_time=_LINGERING_S,
+        max_line_size=MAX_HEADER_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
         shutdown_timeout=drain_s,
     )
 

@@ -15,10 +15,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict
 from yarl import URL
 
 from epd_portable import gateway
-from epd_portable.gateway import Gateway
+from epd_portable.gateway import MAX_HEADER_BYTES, Gateway
 from epd_portable.placement.profiles.selection_types import SESSION_HEADER
 from tests.certificates import make_certificate, served_certificate
 from tests.listening import stop_listening
@@ -55,7 +56,12 @@ class PlayedFront:
 
     async def open(self) -> None:
         self._runner = web.ServerRunner(
-            web.Server(self.serve, handler_cancellation=True, auto_decompress=False),
+            web.Server(
+                self.serve,
+                handler_cancellation=True,
+                auto_decompress=False,
+                max_field_size=MAX_HEADER_BYTES,
+            ),
             shutdown_timeout=0.1,
         )
         await self._runner.setup()
@@ -83,7 +89,11 @@ class Played:
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.port = self._runner.addresses[0][1]
-        self.client = aiohttp.ClientSession(f"http://127.0.0.1:{self.port}", auto_decompress=False)
+        self.client = aiohttp.ClientSession(
+            f"http://127.0.0.1:{self.port}",
+            auto_decompress=False,
+            max_field_size=MAX_HEADER_BYTES,
+        )
 
     async def until_up(self, *names: str) -> None:
         await until_async(lambda: names == tuple(
@@ -155,6 +165,23 @@ async def test_bytes_and_headers_pass_unread() -> None:
         assert not {"te", "x-once"} & {name.lower() for name in seen.headers}
         assert seen.headers["x-forwarded-for"] == "127.0.0.1"
         assert seen.headers["host"] == f"127.0.0.1:{t.port}"
+
+
+async def test_long_headers_pass_both_ways_and_all_proxies_are_named() -> None:
+    long = "x" * 50_000
+
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.Response(headers={"x-long": long})
+
+    async with played("a") as t:
+        t.fronts["a"].handler = answer
+        sent = CIMultiDict({"x-long": long})
+        sent.extend([("x-forwarded-for", "192.0.2.1"), ("x-forwarded-for", "192.0.2.2")])
+        async with t.client.get(f"http://127.0.0.1:{t.port}/a", headers=sent) as said:
+            assert said.headers["x-long"] == long
+        seen = t.fronts["a"].requests[0].headers
+        assert seen["x-long"] == long
+        assert seen.getall("x-forwarded-for") == ["192.0.2.1, 192.0.2.2, 127.0.0.1"]
 
 
 async def test_each_piece_of_a_stream_passes_when_it_comes() -> None:
