@@ -169,6 +169,8 @@ class _Reader:
                 f"{_line(node)}: a number or date of {len(node.value)} characters; if it is text, "
                 "put it in quotes"
             )
+        if "\0" in node.value:  # Neither a variable, an argument nor a path can have it.
+            raise ConfigError(f"{_line(node)}: {node.value!r} has a NUL character; remove it")
         try:
             return self._loader.construct_object(node, deep=True)
         except (yaml.constructor.ConstructorError, ValueError, OverflowError) as error:

@@ -198,6 +198,7 @@ def test_roles_that_go_together_are_taken(text: str) -> None:
         ("model: demo\n1: 2", "key 1 under the top is not text"),
         ("model: \x00", "not valid YAML"),
         ("model: &a {b: *a}", "nested more than 32 deep, or refers to itself"),
+        ('env: {A: "a\\0b"}', "line 1: 'a\\x00b' has a NUL character; remove it"),
         ("model: !!python/name:os.system x", "line 1: 'x': could not determine a constructor"),
         ("model: 2024-99-99", "line 1: '2024-99-99': month must be in 1..12"),
         ("b: &b {port: 1}\nfront: {<<: *b}", "line 2: merge keys (<<) are not read"),
