@@ -104,6 +104,9 @@ def test_announcement_without_request_ends_as_not_needed(desk: Desk) -> None:
     for transfer_id in ("later", "ended"):
         desk.receive(A, announce(transfer_id=transfer_id))
         assert desk.said() == [f"a {transfer_id} not_needed"]
+    desk.receive(A, announce(transfer_id="early"))
+    desk.session.decline("early")
+    assert desk.said() == ["a early not_needed"]
 
 
 def test_an_early_announcement_that_is_aborted_is_forgotten(desk: Desk) -> None:
