@@ -65,9 +65,6 @@ SETTINGS = (
     "engine_args.skip_mm_profiling=true",
     # Caches that are full after minutes, not after hours.
     "engine_args.mm_processor_cache_gb=0.02",
-    "env.VLLM_CPU_KVCACHE_SPACE=''",
-    "engine_args.kv_cache_memory_bytes=268435456",
-    "instances.encode.engine_args.kv_cache_memory_bytes=4194304",
     "instances.encode.host_cache_bytes=2MiB",
     "transfer.pool_bytes=8MiB",
     "store.kind=file",
