@@ -214,6 +214,7 @@ class PrefillEncoderCache(ItemTable):
 
     def serve(self) -> None:
         """Serve pending claims in their order, up to the first for which there is no space."""
+        gave: set[Claim] = set()
         while self._served_version != self.version:
             self._served_version = self.version
             while (first := self.pending.first) is not None:
@@ -221,6 +222,8 @@ class PrefillEncoderCache(ItemTable):
                     preempted = room.claim_to_preempt(self, first)
                     if preempted is None:
                         break
+                    assert preempted not in gave, f"{preempted.item.mm_hash} is preempted for ever"
+                    gave.add(preempted)
                     self.preempt(preempted)
 
     def take_touched(self) -> list[Item]:
@@ -470,7 +473,11 @@ class PrefillEncoderCache(ItemTable):
         item = claim.item
         if item.state is State.LOCAL and claim.metadata_only:
             return False  # Another request is to encode it.
-        if item.state is State.RESERVED and claim.request.expired and not claim.metadata_only:
+        if (
+            item.state is State.RESERVED
+            and claim.request.expired
+            and not any(each.metadata_only for each in (claim, *self.served(item)))
+        ):
             self._vacate(item)  # Transfers for requests that are paused have no deadline.
         if item.state is State.WAITING:
             if claim.by_transfer:

@@ -181,6 +181,21 @@ def test_expired_request_encodes_an_item_that_others_await(desk: Desk, reserved:
     assert desk.cache.check_and_update_cache(desk.request("s"), 0)
 
 
+def test_slot_stays_with_a_request_that_cannot_encode_when_another_expires(desk: Desk) -> None:
+    desk.claim("first", "cat", 6, metadata_only=True)
+    desk.claim("expired", "cat", 6)
+    desk.claim("expired", "dog", 6, 1)
+    assert desk.reserve() == ["cat"]
+    desk.cache.expire(desk.who("expired"), "it is late")
+    assert desk.reserve() == ["cat"]
+    assert desk.cache.items["cat"].holders == {"first", "expired"}
+    desk.lose_transfers("cat", "its encoder is gone")
+    desk.reserve()
+    assert desk.who("first").lost == {"cat": "its encoder is gone"}
+    assert state(desk, "cat") is State.LOCAL
+    assert desk.cache.items["cat"].holders == {"expired"}
+
+
 # -- room that is lost ---------------------------------------------------------------------------
 
 
