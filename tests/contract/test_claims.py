@@ -181,7 +181,7 @@ def test_expired_request_encodes_an_item_that_others_await(desk: Desk, reserved:
     assert desk.cache.check_and_update_cache(desk.request("s"), 0)
 
 
-def test_slot_stays_with_a_request_that_cannot_encode_when_another_expires(desk: Desk) -> None:
+def test_expired_request_shares_the_slot_of_one_without_media(desk: Desk) -> None:
     desk.claim("first", "cat", 6, metadata_only=True)
     desk.claim("expired", "cat", 6)
     desk.claim("expired", "dog", 6, 1)
