@@ -85,6 +85,22 @@ def test_last_used_copy_stays_in_host_memory() -> None:
     assert worker.host == {"bat", "dog"}, "of six: ant was older than bat, and cat the oldest"
 
 
+def test_evicted_item_of_the_same_step_is_not_restored() -> None:
+    cache = make()
+    worker = Worker(cache)
+    for name in ("cat", "fox"):
+        each = ask(name)
+        worker.step(each)
+        cache.free(each)
+    back, next_one = ask("cat", 1), ask("elk")
+    assert cache.hold_entry(back, 0)
+    cache.free(back)
+    assert cache.can_allocate(next_one, 0, 100, 0)
+    cache.allocate(next_one, 0)
+    assert "cat" not in cache
+    assert cache.take_orders().restored == []
+
+
 def test_copy_of_an_item_takes_all_host_memory() -> None:
     worker = Worker(make(host_embeds=SIZES["cat"]))
     worker.step(ask("cat"))

@@ -14,6 +14,7 @@ from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSp
 from epd_portable.wire.messages import (
     Abort,
     AnyMessage,
+    Foreign,
     Grant,
     Injected,
     Later,
@@ -203,6 +204,15 @@ def test_an_unfit_encoder_is_refused(desk: Desk, changed: dict[str, Any], code: 
     desk.receive(A, announce(**changed))
     desk.receive(B, written())
     assert desk.landings() == ["encode-b"]
+
+
+def test_encoder_of_another_protocol_version_is_replaced(desk: Desk) -> None:
+    desk.expect()
+    desk.give_room()
+    desk.receive(A, Foreign(kind="announce", transfer_id="t", attempt=1, protocol=1))
+    assert desk.events == [("refused", "t", "incompatible")]
+    desk.receive(B, announce(B))
+    assert desk.said() == ["b t grant 1"]
 
 
 def test_refused_fingerprint_is_reported_with_its_differences() -> None:
