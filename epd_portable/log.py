@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import io
 import json
 import logging
 import os
@@ -11,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from io import RawIOBase
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,34 @@ def configure(level: str | None = None) -> None:
     )
     root.addHandler(handler)
     root.propagate = False
+
+
+def survive_full_disks() -> None:
+    """Let lines be lost while the disk of a log is full, in processes of the launcher.
+
+    Progress bars, which vLLM writes while it loads a model, would end an engine.
+    """
+    if envs.EPD_INSTANCE.get() and not isinstance(sys.stderr.buffer, _LossyFile):
+        sys.stdout, sys.stderr = _LossyFile.text(1), _LossyFile.text(2)
+
+
+class _LossyFile(io.FileIO):
+    """A file whose bytes are lost while its disk is full."""
+
+    @classmethod
+    def text(cls, descriptor: int) -> io.TextIOWrapper:
+        """Return a text file that writes each line at once."""
+        raw: Any = cls(descriptor, "w", closefd=False)
+        return io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
+
+    def write(self, data: Any) -> int:
+        """See `io.FileIO.write`."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return len(data)
 
 
 def say_failure(logger: logging.Logger, message: str) -> Callable[[asyncio.Task[None]], None]:
@@ -115,7 +144,7 @@ class EventTrace:
         self._folder = folder
         self._instance = instance
         self._lock = threading.Lock()
-        self._file: RawIOBase | None = None
+        self._file: io.RawIOBase | None = None
         self._pid = 0
 
     @property
@@ -146,7 +175,7 @@ class EventTrace:
                 )
                 self._folder = ""
 
-    def _open(self) -> RawIOBase:
+    def _open(self) -> io.RawIOBase:
         if self._file is None or self._pid != os.getpid():
             self._pid = os.getpid()
             Path(self._folder).mkdir(parents=True, exist_ok=True)

@@ -12,5 +12,6 @@ def register() -> None:
     from epd_portable import log
     from epd_portable.vllm_plugin import exposition
 
+    log.survive_full_disks()
     log.configure()
     exposition.serve()
