@@ -7,8 +7,10 @@ an encoder and the launcher of real engines every time.
 from __future__ import annotations
 
 import base64
+import os
 import random
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,8 +21,9 @@ import psutil
 import pytest
 
 from epd_portable.demo.pictures import QUESTIONS, QuestionKind, draw
-from tests.e2e.asking import body, picture, text
-from tests.e2e.conftest import ROOT, Split, forget, running
+from epd_portable.wire.params import FIELD
+from tests.e2e.asking import body, picture, post, text
+from tests.e2e.conftest import ROOT, Split, every_instance_is_up, forget, running
 from tests.e2e.engines import RESTART_S, metric, wait_until
 from tests.faults.leaving import ask_and_leave
 from tests.faults.placed import count_placed
@@ -36,6 +39,8 @@ from tests.faults.points import (
     Victim,
 )
 from tests.faults.traffic import LOST
+from tests.kit.fronts import killed
+from tests.kit.shm import small_disk
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
@@ -65,6 +70,7 @@ CASES = [
     for point in sorted(POINTS, key=lambda point: point not in FIRST)
     for victim in (ENCODER_WORKER, ENCODER_SCHEDULER, PD_WORKER, PD_SCHEDULER, FRONT)
 ]
+LOG_BYTES = 8192
 REQUESTS, LEAVING, AT_ONCE, LONGEST_PATIENCE_S = 1000, 100, 24, 1.0
 
 
@@ -194,6 +200,30 @@ def test_real_engines_work_under_wall_clock_jumps(tmp_path: Path) -> None:
         assert engines.ask_all() == engines.right
         assert count_placed(engines.split.trace_dir) > placed
         engines.check_nothing_is_left()
+
+
+def test_full_disk_under_logs_costs_no_response(tmp_path: Path) -> None:
+    """The disk is full when the front and the engines start, which then log nothing."""
+    logs, question = tmp_path / "logs", QuestionKind.DESCRIBE
+    logs.mkdir()
+    before = small_disk(logs, LOG_BYTES)
+
+    def popen(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*before, *command], **options)
+
+    def describe(seed: int) -> None:
+        asked = body([picture(seed), text(QUESTIONS[question])], max_tokens=24)
+        reply = post(split.url, asked).json()
+        assert reply["choices"][0]["message"]["content"] == draw(seed).scene.answer(question)
+        assert [item["source"] for item in reply[FIELD]["items"]] == ["transfer"]
+
+    with running(tmp_path, [], popen=popen) as split:
+        assert os.statvfs(f"/proc/{split.pid}/root{logs}").f_bavail == 0
+        describe(910)
+        with killed(split, "encode-0"):
+            pass
+        wait_until(lambda: every_instance_is_up(split), "items are sent to the new one")
+        describe(911)
 
 
 @pytest.mark.parametrize(("victim", "point"), CASES, ids=str)

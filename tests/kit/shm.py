@@ -1,4 +1,4 @@
-"""A small /dev/shm for one process."""
+"""A small disk or /dev/shm for one process and its children."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ def small_shm() -> tuple[str, ...]:
 
     Skips the test where that is not allowed.
     """
-    mount = f"mount -t tmpfs -o size={SHM_BYTES} tmpfs {SHM_FOLDER}"
+    return small_disk(SHM_FOLDER, SHM_BYTES)
+
+
+def small_disk(folder: Path, nbytes: int) -> tuple[str, ...]:
+    """Return a command's beginning by which it gets a small disk of its own at a folder.
+
+    Skips the test where that is not allowed.
+    """
+    mount = f"mount -t tmpfs -o size={nbytes} tmpfs {folder}"
     begin = ("unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh")
     tried = subprocess.run([*begin, "true"], capture_output=True, text=True)
     if tried.returncode:
