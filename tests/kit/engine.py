@@ -342,7 +342,8 @@ class Engine:
         """Transfers on demand that it has asked for; the world takes them."""
         self.prompt_tokens = self.tokens = self.steps = 0
         self.recomputed: set[str] = set()
-        """Requests that were preempted or rolled back."""
+        """Requests that were preempted or rolled back, or waited and lost a prefix."""
+        self._reached: dict[ItemRequest, int] = {}
         self._paused: set[bool] = set()
         """Running (``True``) or waiting requests that a pause holds up."""
         self._resumed_s = 0.0
@@ -519,6 +520,10 @@ class Engine:
                 self.recomputed.add(request_id)
                 self._seen["requests preempted"] += 1
                 self._note("preempted", request_id)
+        for each in self._shell.cache.requests.values():
+            if not each.running and each.num_computed_tokens < self._reached.get(each, 0):
+                self.recomputed.add(each.request_id)
+            self._reached[each] = each.num_computed_tokens
         work = self._work(planned)
         self._flying.append(work)
         if rng.random() < 0.4:
