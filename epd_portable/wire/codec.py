@@ -66,9 +66,10 @@ _read_body = reader(AnyMessage, "a control message")
 _read_header = reader(Foreign, "a control message of another version")
 
 
-def encode(message: msgspec.Struct, *, session: str, protocol: int = PROTOCOL_VERSION) -> bytes:
+def encode(message: msgspec.Struct, *, session: str, protocol: int | None = None) -> bytes:
     """Return the bytes of one message; ``protocol`` is that of the peer, for `Foreign.refusal`."""
     body = msgspec.Raw(_encoder.encode(message))
+    protocol = PROTOCOL_VERSION if protocol is None else protocol
     return _encoder.encode(Envelope(protocol=protocol, session=session, body=body))
 
 
