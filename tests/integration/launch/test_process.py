@@ -107,8 +107,7 @@ def test_unremovable_shared_memory_does_not_end_the_launcher(
 def test_output_since_start_is_found_after_log_truncation(tmp_path: Path) -> None:
     (tmp_path / "x.log").write_bytes(b"of an earlier start\n" * 10)
     child = child_of(tmp_path, "-c", WAITS % (tmp_path / "go"))
-    until(child.output)
-    assert child.output() == "before\n"
+    until(lambda: child.output() == "before\n")
     os.truncate(tmp_path / "x.log", 0)
     (tmp_path / "go").touch()
     until(lambda: child.exit_status() is not None)
