@@ -403,11 +403,10 @@ def begin(options: argparse.Namespace, hour: Hour) -> int:
         if _locked(lock):
             # The child keeps the lock: it belongs to the open file.
             argv = [sys.executable, "-m", "ci.first_hour", *sys.argv[1:], "--background"]
-            child = subprocess.Popen(
+            subprocess.Popen(
                 argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True, pass_fds=[lock.fileno()],
             )  # fmt: skip
-            child.returncode = 0  # It may outlive this call, which is no leak.
     with (options.out / PROGRESS).open("rb") as log, (options.out / LOCK).open("wb") as lock:
         log.seek(place)
         while not (ended := _locked(lock)) and time.monotonic() < end_s:
