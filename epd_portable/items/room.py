@@ -2,16 +2,17 @@
 
 *Position*: claims of running requests come before those of waiting ones, in order of arrival within
 each, and within a request in the order of the prompt. The pending claim at the first position is
-served next, and no claim is served before it. A request thus holds a run of its items from the one
-that it needs next. When its progress goes back, or an item is lost, `beyond_gap` is released.
+served next, and no claim is served before it but those that need no space (`hold_if_last`). A
+request thus holds a run of its items from the one that it needs next. When its progress goes back,
+or an item is lost, `beyond_gap` is released.
 
 *Every claim is served.* Let F be the first pending claim, of request f. Requests before f pend on
 nothing. (1) If one of them, or one behind, holds space, pends on nothing and can compute, or has a
 place to compute in (`is_about_to_compute`), it releases its space. (2) Otherwise each claim behind
 F gives its space up, the last first (`claim_to_preempt`): nothing else computes with it. Items that
-are written or encoded end by their deadlines. (3) Then only f holds space, all of it before F, and
-f may run (`may_start`): it computes what it holds, releases it, and F is served. A start for text
-alone, which is held back while others compute, would release no space: no claim waits for that.
+are written, encoded or sent to another engine end by their deadlines. (3) Then only f holds space,
+all of it before F, and f may run (`may_start`): it computes what it holds, releases it, and F is
+served. A start for text alone, which is held back while others compute, would release no space.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from epd_portable.items.room import position
+from epd_portable.items import room
 from epd_portable.items.slots import Slot, SlotState
-from epd_portable.items.table import COMPUTED, Claim, Item, ItemRequest, State
+from epd_portable.items.table import COMPUTED, UNDER_WAY, Claim, Item, ItemRequest, State
 from tests.property.budget import budget, seeded
 from tests.unit.items.cache_desk import Desk, tensor
 
@@ -84,7 +84,7 @@ class EncoderCacheModel(RuleBasedStateMachine):
     def waiting(self) -> list[Claim]:
         """Return the claims that are not served, in the order in which they must be."""
         waiting = [claim for claim in self.claims() if claim.is_pending]
-        return sorted(waiting, key=position)
+        return sorted(waiting, key=room.position)
 
     def items(self, *states: State) -> list[str]:
         return sorted(name for name, item in self.cache.items.items() if item.state in states)
@@ -240,7 +240,7 @@ class EncoderCacheModel(RuleBasedStateMachine):
 
     def _could_be_preempted(self, claim: Claim, first: Claim) -> bool:
         under_way = claim.item.state in (State.GRANTED, State.ENCODING)
-        return claim.is_served and not under_way and position(claim) > position(first)
+        return claim.is_served and not under_way and room.position(claim) > room.position(first)
 
     def _space_comes_back(self, first: Claim) -> bool:
         """Return whether a slot is on its way, or a request holds all items and will compute."""
@@ -443,6 +443,21 @@ class EncoderCacheModel(RuleBasedStateMachine):
         return bool(item.holders or item.pending)
 
     @invariant()
+    def first_pending_claim_waits_for_what_will_end(self) -> None:
+        """The proof of `epd_portable.items.room`, by its three cases."""
+        first = self.cache.pending.first
+        if first is None or not self.cache.is_at_rest:
+            return
+        self.seen["claims that wait"] += 1
+        holding = self.cache.with_space.values()
+        computes = any(room.is_about_to_compute(each, first.request) for each in holding)
+        slots = self.desk.writing or self.cache.slot_returns
+        ends = slots or any(each.state in UNDER_WAY for each in self.cache.items.values())
+        alone = all(each is first.request for each in holding)
+        may_run = first.request.running or room.may_start(self.cache, first.request)
+        assert computes or ends or (alone and may_run)
+
+    @invariant()
     def whether_somebody_waits_is_known(self) -> None:
         assert (self.cache.pending.first is not None) == bool(self.waiting())
 
@@ -485,5 +500,6 @@ def test_space_is_never_lost_granted_twice_or_out_of_order(
     run_state_machine_as_test(seeded(number, machine), settings=budget(EXAMPLES, steps=STEPS))
     assert seen["steps"] > EXAMPLES * STEPS / 2, seen
     usual = {"reserved", "waited", "landed", "encoded here", "started", "lost", "replaced"}
+    usual |= {"claims that wait"}
     assert usual <= set(+seen), seen
     assert bool(seen["not encoded"]) == background, seen
