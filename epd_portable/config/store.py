@@ -61,9 +61,9 @@ class StoreSection(Section):
         if getattr(self, needed) is None:
             raise ValueError(f"kind is {self.kind}, and {needed} is missing")
         for kind, keys in _OF_ONE_KIND.items():
-            vain = [key for key in keys if key in self.model_fields_set and kind != self.kind]
-            if vain and any(getattr(self, key) is not None for key in vain):
-                raise ValueError(f"kind is {self.kind}, and {', '.join(vain)} belongs to {kind}")
+            unused = [key for key in keys if key in self.model_fields_set and kind != self.kind]
+            if unused and any(getattr(self, key) is not None for key in unused):
+                raise ValueError(f"kind is {self.kind}, and {', '.join(unused)} belongs to {kind}")
         return self
 
     @property

@@ -217,7 +217,7 @@ def test_hung_store_is_waited_for_once_and_reused_later(stored: Stored) -> None:
 
 @pytest.mark.full
 def test_store_hung_during_loads_costs_no_response(stored: Stored) -> None:
-    """The front has its hits; the PD instances wait in vain."""
+    """The front has its hits; the PD instances make no progress."""
     asked = stored.store("stops midway", 2 * AT_ONCE)
     for _ in range(3):
         stopping = threading.Timer(0.05, stored.server.stop)

@@ -769,7 +769,7 @@ class Engine:
     def check_stalls(self) -> None:
         """No wait had to be ended that nothing else would have ended."""
         if self.metric("epd_pd_stalls_total"):
-            raise Violation("requests waited in vain, until the deadline of all claims")
+            raise Violation("requests made no progress until the deadline of all claims")
 
     def metric(self, name: str, **labels: str) -> float:
         """Return a metric of the instance."""
