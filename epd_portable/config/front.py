@@ -121,7 +121,7 @@ class TracingSection(Section):
 class FrontSection(Section):
     """The public HTTP address and its limits."""
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address to listen on."""
     port: Port = 8000
     """Port to listen on."""

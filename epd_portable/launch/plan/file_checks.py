@@ -24,6 +24,7 @@ from epd_portable.platforms.traits import PlatformTraits
 Found = Iterator[tuple[KeyPath, str]]
 _OF_A_SERVER = ("mm_processor_device", "media_io_kwargs", "api_server_count")
 """Engine arguments of the server that processes media."""
+MAX_API_SERVERS = 64
 KV_GROUPS = frozenset(map(group_of, SENDS_KV | TAKES_KV))
 
 
@@ -48,6 +49,10 @@ def engine_settings(traits: PlatformTraits, data: Mapping[str, Any]) -> Found:
         if section.get("mm_tensor_ipc") == "torch_shm":
             text = "torch_shm is for engines that vLLM's own server starts; leave it out"
             yield (*path, "mm_tensor_ipc"), text
+        servers = section.get("api_server_count", 1)
+        if not isinstance(servers, int) or not 1 <= servers <= MAX_API_SERVERS:
+            text = f"{servers!r} API servers of the front: write 1 to {MAX_API_SERVERS}"
+            yield (*path, "api_server_count"), text
         for name in _OF_A_SERVER if path[:2] == ("instances", "encode") else ():
             if name in section:
                 yield (

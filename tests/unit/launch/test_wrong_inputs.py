@@ -103,6 +103,7 @@ def test_a_wrong_command_line_is_answered_with_what_to_write(
     [
         ("model=", "got nothing"),
         ("front.port=eighty", "got 'eighty'"),
+        ("front.host=''", "at least 1 character"),
         ("front.prot=3", "unknown key; did you mean port?"),
         ("front=8000", "expected a mapping of host, port, tls_cert_file,"),
         ("transfer.pool_bytes=1GB", "did you mean 1GiB?"),
@@ -124,6 +125,8 @@ def test_a_wrong_command_line_is_answered_with_what_to_write(
         ("env.A-B=x", "has not the form that it needs"),
         ("engine_args.max-model-len=3", "write max_model_len"),
         ("engine_args.port=3", "the public one is front.port"),
+        ("engine_args.api_server_count=-3", "-3 API servers of the front: write 1 to 64"),
+        ("engine_args.api_server_count=many", "'many' API servers of the front: write 1 to 64"),
         ("engine_args.enable_tower_connector_lora=true", "adapters of encoders cannot be loaded"),
         ("engine_args=[]", "expected a mapping of keys and values, got a list"),
         ("launch.host=0.0.0.0", "write the one that others reach this machine by"),
