@@ -24,6 +24,9 @@ from epd_portable.items.table import (
 from epd_portable.log import trace
 from epd_portable.wire.descriptors import TensorSpec
 
+MAX_PREEMPTIONS = 20
+"""Of one claim in one call of `PrefillEncoderCache.serve`; more would never end."""
+
 
 class PrefillEncoderCache(ItemTable):
     """The table of a prefill+decode engine: requests, their claims, and space for these.
@@ -214,7 +217,7 @@ class PrefillEncoderCache(ItemTable):
 
     def serve(self) -> None:
         """Serve pending claims in their order, up to the first for which there is no space."""
-        gave: set[Claim] = set()
+        preemptions: dict[Claim, int] = {}
         while self._served_version != self.version:
             self._served_version = self.version
             while (first := self.pending.first) is not None:
@@ -222,8 +225,8 @@ class PrefillEncoderCache(ItemTable):
                     preempted = room.claim_to_preempt(self, first)
                     if preempted is None:
                         break
-                    assert preempted not in gave, f"{preempted.item.mm_hash} is preempted for ever"
-                    gave.add(preempted)
+                    count = preemptions[preempted] = preemptions.get(preempted, 0) + 1
+                    assert count < MAX_PREEMPTIONS, "claims preempt each other"
                     self.preempt(preempted)
 
     def take_touched(self) -> list[Item]:
