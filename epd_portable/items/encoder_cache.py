@@ -25,7 +25,7 @@ from epd_portable.log import trace
 from epd_portable.wire.descriptors import TensorSpec
 
 MAX_PREEMPTIONS = 20
-"""Of one claim in one call of `PrefillEncoderCache.serve`; more would never end."""
+"""Preemptions of one claim in one call of `PrefillEncoderCache.serve`; more would never end."""
 
 
 class PrefillEncoderCache(ItemTable):
