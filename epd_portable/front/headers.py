@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -194,8 +195,7 @@ def follow(choices: EngineChoices, hints: Hints) -> EngineChoices:
     Raises:
         GracefulHTTPError: A header numbers more items than there are.
     """
-    kind = type("_HeadersFirst", (_ByHeaders, type(choices)), {})
-    found: _ByHeaders = kind(choices.pool, choices.one, choices.policy)
+    found = _over(type(choices))(choices.pool, choices.one, choices.policy)  # type: ignore[arg-type]
     found.take(hints)
     return found
 
@@ -285,6 +285,12 @@ class _ByHeaders(EngineChoices):
             among=left,
             otherwise=otherwise,
         )
+
+
+@cache
+def _over(kind: type[EngineChoices]) -> type[_ByHeaders]:
+    """Return choices by headers, and by this class where they name nothing."""
+    return type("_HeadersFirst", (_ByHeaders, kind), {})
 
 
 def _decoded(values: Mapping[str, str], header: str, kind: type[T], example: str) -> T:
