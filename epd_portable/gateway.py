@@ -30,6 +30,7 @@ from epd_portable.placement.profiles.selection_types import SESSION_HEADER
 from epd_portable.placement.ring import HashRing
 from epd_portable.responses import (
     BODY_TIMEOUT_S,
+    MAX_HEAD_BYTES,
     body_timeout,
     error_reply,
     json_reply,
@@ -45,8 +46,6 @@ HELD_BYTES = 16 << 20
 """Largest body that is held until its response begins, to be sent again."""
 ALL_HELD_BYTES = 512 << 20
 """Most bytes of all bodies; beyond it bodies are passed on while they arrive."""
-MAX_HEADER_BYTES = 64 << 10
-"""Longest header line of a request or response, as at the fronts."""
 _LINGERING_S = 2.0
 """Longest time for a client to send the rest of a body after its response."""
 _BUSY = frozenset({429, 503})
@@ -153,8 +152,8 @@ class Gateway:
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),
-            max_line_size=MAX_HEADER_BYTES,
-            max_field_size=MAX_HEADER_BYTES,
+            max_line_size=MAX_HEAD_BYTES,
+            max_field_size=MAX_HEAD_BYTES,
         )
         async with self._session:
             probes = [asyncio.create_task(self._watch(each)) for each in self.fronts]
@@ -343,8 +342,8 @@ def runner_of(gateway: Gateway, drain_s: float) -> web.AppRunner:
         handle_signals=False,
         handler_cancellation=True,
         lingering_time=_LINGERING_S,
-        max_line_size=MAX_HEADER_BYTES,
-        max_field_size=MAX_HEADER_BYTES,
+        max_line_size=MAX_HEAD_BYTES,
+        max_field_size=MAX_HEAD_BYTES,
         shutdown_timeout=drain_s,
     )
 

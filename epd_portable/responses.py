@@ -10,6 +10,9 @@ from epd_portable.errors import RequestError
 
 RETRY_AFTER_S = 2
 """Seconds in ``Retry-After`` of a 503."""
+MAX_HEAD_BYTES = 64 << 10
+"""Most bytes of a request besides its body: its head, and what frames a body in chunks. A read of
+the socket may go beyond."""
 BODY_TIMEOUT_S = 60.0
 """Longest time for a request's body: a part of it takes memory."""
 JSON = {"content-type": "application/json"}

@@ -17,13 +17,10 @@ from uvicorn.config import HTTP_PROTOCOLS, Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from epd_portable.certificates import Certificate
-from epd_portable.responses import BODY_TIMEOUT_S
+from epd_portable.responses import BODY_TIMEOUT_S, MAX_HEAD_BYTES
 
 HEAD_TIMEOUT_S = 30.0
 """Longest time from a connection, or the first byte of a further request, to the end of a head."""
-MAX_HEAD_BYTES = 64 << 10
-"""Most bytes of a request besides its body: its head, and what frames a body in chunks. A read of
-the socket may go beyond."""
 KEEP_ALIVE_S = 65
 """Longest time between two requests of a connection. Load balancers and clients close theirs
 sooner, so none sends a request into a connection that closes."""

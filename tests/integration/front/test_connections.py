@@ -23,6 +23,7 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from epd_portable.front import connections
+from epd_portable.responses import MAX_HEAD_BYTES
 from tests.certificates import make_certificate, served_certificate
 
 pytestmark = pytest.mark.needs_vllm
@@ -182,12 +183,12 @@ async def test_large_head_is_closed(port: int, begin: bytes, piece: bytes) -> No
     sent = 0
     with contextlib.closing(writer), contextlib.suppress(ConnectionError):
         writer.write(begin)
-        while not reader.at_eof() and sent < 100 * connections.MAX_HEAD_BYTES:
+        while not reader.at_eof() and sent < 100 * MAX_HEAD_BYTES:
             writer.write(piece)
             await writer.drain()
             sent += len(piece)
             await asyncio.sleep(0)
-    assert sent < 100 * connections.MAX_HEAD_BYTES
+    assert sent < 100 * MAX_HEAD_BYTES
 
 
 async def test_large_and_small_bodies_arrive(port: int) -> None:

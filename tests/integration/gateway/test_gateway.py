@@ -19,8 +19,9 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from epd_portable import gateway
-from epd_portable.gateway import MAX_HEADER_BYTES, Gateway
+from epd_portable.gateway import Gateway
 from epd_portable.placement.profiles.selection_types import SESSION_HEADER
+from epd_portable.responses import MAX_HEAD_BYTES
 from tests.certificates import make_certificate, served_certificate
 from tests.listening import stop_listening
 from tests.waiting import until_async
@@ -60,7 +61,7 @@ class PlayedFront:
                 self.serve,
                 handler_cancellation=True,
                 auto_decompress=False,
-                max_field_size=MAX_HEADER_BYTES,
+                max_field_size=MAX_HEAD_BYTES,
             ),
             shutdown_timeout=0.1,
         )
@@ -92,7 +93,7 @@ class Played:
         self.client = aiohttp.ClientSession(
             f"http://127.0.0.1:{self.port}",
             auto_decompress=False,
-            max_field_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEAD_BYTES,
         )
 
     async def until_up(self, *names: str) -> None:
