@@ -383,7 +383,7 @@ def _sockets(engine: Engine) -> list[str]:
     groups = (topology.engine_args_of(role) for role in _ANSWERS if counts[role])
     wished = [each.get("api_server_count") for each in groups]
     count = max((each for each in wished if isinstance(each, int)), default=1)
-    return [f"{engine.temp_dir}/front-{index}" for index in range(max(1, count))]
+    return [f"{engine.temp_dir}/front-{index}" for index in range(count)]
 
 
 def _settings(engines: Sequence[Engine]) -> dict[str, object]:

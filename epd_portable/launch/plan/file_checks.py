@@ -49,8 +49,9 @@ def engine_settings(traits: PlatformTraits, data: Mapping[str, Any]) -> Found:
         if section.get("mm_tensor_ipc") == "torch_shm":
             text = "torch_shm is for engines that vLLM's own server starts; leave it out"
             yield (*path, "mm_tensor_ipc"), text
-        servers = section.get("api_server_count", 1)
-        if not isinstance(servers, int) or not 1 <= servers <= MAX_API_SERVERS:
+        servers = section.get("api_server_count")
+        is_count = isinstance(servers, int) and 1 <= servers <= MAX_API_SERVERS
+        if servers is not None and not is_count:
             text = f"{servers!r} API servers of the front: write 1 to {MAX_API_SERVERS}"
             yield (*path, "api_server_count"), text
         for name in _OF_A_SERVER if path[:2] == ("instances", "encode") else ():
