@@ -123,6 +123,10 @@ class Machine:
         """Return a host's home folder."""
         return self._folder / host
 
+    def environment(self, host: str) -> dict[str, str]:
+        """Return the variables of a host's commands; runs of other hosts are not seen from it."""
+        return {**os.environ, "HOME": str(self.home(host)), "TMPDIR": str(self.home(host))}
+
     def start(self, host: str, script: str, log: Path) -> subprocess.Popen[bytes]:
         """Start the commands of a block on a host."""
         # What scp would do between two machines.
@@ -130,8 +134,7 @@ class Machine:
         # `ip netns exec` gives a mount namespace, too, so this /dev/shm is the host's own.
         prepared = f"set -e; mount -t tmpfs tmpfs /dev/shm; {scp}\n{script}"
         environment = {
-            **os.environ,
-            "HOME": str(self.home(host)),
+            **self.environment(host),
             "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             # The namespaces have no way out.
@@ -204,6 +207,10 @@ def main(*, prefills: bool = False) -> None:
             print("the first host serves alone", flush=True)
             for host in FRONTS:
                 _stop(f"front {host}", running[f"front {host}"], folder)
+    except BaseException:
+        for log in sorted(folder.glob("*.log")):
+            print(f"{log.name}:\n{log.read_text('utf-8', 'replace')[-4000:]}", flush=True)
+        raise
     finally:
         for process in running.values():
             if process.poll() is None:
@@ -238,7 +245,7 @@ def _faults(machine: Machine, folder: Path, shared: str, source: str) -> None:
         for host, name in ((SHARED[0], shared), (FRONTS[1], "front")):
             for fault in ("kill", "stop"):
                 time.sleep(LOAD_S)
-                pid = _pid_of(machine, host, name)
+                pid = pid_of(machine, host, name)
                 print(f"faults: {fault} {name} of {host}", flush=True)
                 if fault == "kill":
                     os.killpg(pid, signal.SIGKILL)
@@ -266,13 +273,13 @@ def _faults(machine: Machine, folder: Path, shared: str, source: str) -> None:
         sys.exit(f"faults: {wrong[:5]}")
 
 
-def _pid_of(machine: Machine, host: str, name: str) -> int:
+def pid_of(machine: Machine, host: str, name: str) -> int:
     """Return the process of that name, when it is up."""
     end = time.monotonic() + START_S
     while time.monotonic() < end:
         shown = subprocess.run(
             [ROOT / ".venv/bin/epd-launch", "status", "--json"],
-            env={**os.environ, "HOME": str(machine.home(host))},
+            env=machine.environment(host),
             capture_output=True,
             text=True,
             check=False,
