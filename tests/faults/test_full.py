@@ -147,7 +147,7 @@ def test_launcher_restarts_processes_without_writable_output(tmp_path: Path) -> 
         "run_id": run_id,
         "processes": [{**spec, "url": f"http://127.0.0.1:{port}"}],
         "launch": {},
-        "backoff": {"first_s": 0.1},
+        "pauses_s": [0.1, 0.1],
         "log_dir": str(tmp_path),
         "temp_dir": str(tmp_path / "temp"),
     }

@@ -178,7 +178,7 @@ class Topology:
                     "run_id": self.run_id,
                     "processes": specs,
                     "launch": {"stop_grace_s": 2.0},
-                    "backoff": {"first_s": 0.05, "max_s": 0.1},
+                    "pauses_s": [0.05, 0.1],
                     "secret": Path(secret_file()).read_text("utf-8").strip(),
                     "log_dir": str(self.log_dir),
                     "temp_dir": str(self.temp_dir),

@@ -19,17 +19,21 @@ from epd_portable.launch.run import lifecycle, supervisor
 
 def main() -> None:
     raw = json.loads(Path(sys.argv[1]).read_text("utf-8"))
-    folder = os.open(raw["temp_dir"], os.O_RDONLY)
+    temp_dir = Path(raw.pop("temp_dir"))
+    folder = os.open(temp_dir, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)  # By it others know that the launcher lives.
-    specs = tuple(ProcessSpec(**{**spec, "argv": tuple(spec["argv"])}) for spec in raw["processes"])
+    specs = tuple(
+        ProcessSpec(**{**spec, "argv": tuple(spec["argv"])}) for spec in raw.pop("processes")
+    )
+    joins, apart = tuple(raw.pop("joins", ())), raw.pop("apart", ())
     plan = Plan(
-        run_id=raw["run_id"],
+        run_id=raw.pop("run_id"),
         platform="cpu",
         model="none",
         url=next((f"{spec.url}/v1" for spec in specs if spec.role == "front"), "nowhere"),
         processes=specs,
         warnings=(),
-        joins=tuple(raw.get("joins", ())),
+        joins=joins,
         members=tuple(
             {
                 "name": spec.name,
@@ -38,21 +42,24 @@ def main() -> None:
                 "control": "tcp://127.0.0.1:1" if spec.role == "prefill-decode" else "",
             }
             for spec in specs
-            if raw.get("joins") or spec.name in raw.get("apart", ())
+            if joins or spec.name in apart
         ),
     )
     if "pauses_s" in raw:
-        lifecycle.FIRST_PAUSE_S, lifecycle.LONGEST_PAUSE_S = raw["pauses_s"]
-    supervisor.NOTE_EVERY_S = raw.get("note_every_s", supervisor.NOTE_EVERY_S)
+        lifecycle.FIRST_PAUSE_S, lifecycle.LONGEST_PAUSE_S = raw.pop("pauses_s")
+    supervisor.NOTE_EVERY_S = raw.pop("note_every_s", supervisor.NOTE_EVERY_S)
     running = supervisor.Supervisor(
         plan,
-        Launch.model_validate(raw["launch"]),
-        secret=Secret(raw.get("secret", "0" * 64)),
-        drain_s=raw.get("drain_s", FrontSection().drain_s),
-        log_dir=Path(raw["log_dir"]),
-        temp_dir=Path(raw["temp_dir"]),
-        say=printer(as_json=raw.get("as_json", False)),
+        Launch.model_validate(raw.pop("launch")),
+        secret=Secret(raw.pop("secret", "0" * 64)),
+        drain_s=raw.pop("drain_s", FrontSection().drain_s),
+        log_dir=Path(raw.pop("log_dir")),
+        temp_dir=temp_dir,
+        say=printer(as_json=raw.pop("as_json", False)),
     )
+    if raw:
+        print(f"failed: plan has unknown keys: {', '.join(raw)}", flush=True)
+        sys.exit(1)
     try:
         running.run()
     except LaunchError as error:
