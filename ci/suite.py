@@ -1,10 +1,10 @@
-"""``make test``: everything that shows that a change is right, in three lanes side by side.
+"""``make test``: everything that shows that a change is right, in pieces that run side by side.
 
-Tests of engines take longest, one after the other, and wait half of their time. Two more lanes keep
-two cores busy: one that computes, one that mostly waits. A fourth would compute while the engines
-need the cores, and leave them alone at the end. What a piece prints comes in one part, when it
-ends; its log is in ``.suite/``. With ``--full`` every piece runs what ``make test`` leaves out too,
-which takes hours; ``--resume`` then continues where an earlier run of the same commit ended.
+Each waits for much of its time, so that more of them than cores run at once: what takes long
+begins first, and what is short fills the end. Tests of engines take most memory. What a piece
+prints comes in one part, when it ends; its log is in ``.suite/``. With ``--full`` every piece runs
+what ``make test`` leaves out too, which takes hours; ``--resume`` then continues where an earlier
+run of the same commit ended.
 
 Needs the standard library only: the environments are made by its first pieces.
 """
@@ -44,8 +44,11 @@ MORE_EXAMPLES = ("--hypothesis-profile=thorough", "--timeout=7200")
 """Twenty times the examples of the short run, other ones each time."""
 PYTEST = (".venv/bin/python", "-m", "pytest")
 NPU_ENVIRONMENT = "npu environment"
-ENGINES = "engines"
-"""The lane whose pieces start engines: two of them at once would not fit in memory."""
+AT_ONCE, ENGINES_AT_ONCE = 5, 2
+"""Pieces that run at once, and of these pieces that start engines."""
+SMALL_AT_ONCE, SMALL_ENGINES_AT_ONCE = 3, 1
+LARGE_BYTES = 14 << 30
+"""Memory of a machine from which on the larger numbers apply."""
 EXIT_CANNOT_START = 127
 SAYS_NOTHING_S = 60.0
 FAILURES = ("FAILED tests/", "ERROR tests/")
@@ -60,63 +63,71 @@ class Piece:
     Attributes:
         name: For people, and of its log.
         argv: The command, from the repository's root.
-        lane: Pieces of one lane run one after the other; a lane that has ended takes the last
-            piece of another one that has not begun, but none of `ENGINES`.
-        needs: A piece of any lane without whose success this one is left out.
+        engines: Whether it starts engines of vLLM.
+        needs: An earlier piece without whose success this one is left out.
     """
 
     name: str
     argv: Sequence[str]
-    lane: str
+    engines: bool = False
     needs: str = ""
 
 
+def at_once() -> tuple[int, int]:
+    """Return how many pieces run at once on this machine, and how many of those with engines."""
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if memory_bytes < LARGE_BYTES:
+        return SMALL_AT_ONCE, SMALL_ENGINES_AT_ONCE
+    return AT_ONCE, ENGINES_AT_ONCE
+
+
 def pieces(*, full: bool) -> list[Piece]:
-    """Return the whole suite, each lane in its order."""
+    """Return the whole suite, in the order in which it begins."""
     more = ["--full"] if full else []
     mutants = [*PYTEST[:2], "tests.mutants", "transfer", "encode", "--least", "50"]
-    # Those of the simulated runtime itself run none of the package: CI and --full run them.
-    parts = [*(["simulator"] if full else []), "devices", "contract", "transfer"]
     npu = ["ci/jobs/npu-sim.sh", *([] if full else ["--short"])]
     faults = {"faults": "tests/faults"}
     if full:
         files = sorted(path.name for path in (ROOT / "tests" / "faults").glob("test_*.py"))
         faults = {f"faults {name[5:-3]}": f"tests/faults/{name}" for name in files}
 
-    def npu_piece(part: str, lane: str) -> Piece:
-        return Piece(name=f"npu {part}", lane=lane, argv=[*npu, part], needs=NPU_ENVIRONMENT)
+    def npu_piece(part: str, *, engines: bool = False) -> Piece:
+        argv = [*npu, part]
+        return Piece(name=f"npu {part}", argv=argv, engines=engines, needs=NPU_ENVIRONMENT)
 
-    def tests(name: str, lane: str, *arguments: str) -> Piece:
-        return Piece(name=name, lane=lane, argv=[*PYTEST, *arguments, *more])
+    def tests(name: str, *arguments: str, engines: bool = False) -> Piece:
+        return Piece(name=name, argv=[*PYTEST, *arguments, *more], engines=engines)
 
     def without_vllm(folder: str) -> list[str]:
         return [f"--ignore={path}" for path in OVER_VLLM if path.startswith(folder)]
 
     return [
-        tests("engines", ENGINES, "tests/e2e"),
-        npu_piece("engines", ENGINES),
-        tests("tests over vLLM", "computing", *([] if full else [MODELS]), *OVER_VLLM),
-        # By one process: each of several would collect all of them, for four seconds.
-        tests("unit tests", "computing", "tests/unit", *without_vllm("tests/unit")),
-        Piece(name="checks", lane="computing", argv=["ci/check.sh"]),
-        # First: other pieces need it.
+        tests("engines", "tests/e2e", engines=True),
+        # Other pieces need it.
         Piece(
             name=NPU_ENVIRONMENT,
-            lane="waiting",
             argv=[sys.executable, "-m", "ci.make_env", "--platform", "npu-sim"],
         ),
+        tests("tests over vLLM", *([] if full else [MODELS]), *OVER_VLLM),
         tests(
             "tests without engines",
-            "waiting",
             *("tests/integration", "tests/contract"),
             *without_vllm("tests/integration"),
             *WORKERS,
         ),
-        *(tests(name, "waiting", path) for name, path in faults.items()),
-        # The shortest last: a lane that ends first takes them, and all end at about the same time.
-        *(npu_piece(part, "waiting") for part in [*parts, "faults"]),
-        *([tests("models", "computing", MODELS, *MORE_EXAMPLES)] if full else []),
-        *([Piece(name="mutants", lane="computing", argv=mutants)] if full else []),
+        *(tests(name, path) for name, path in faults.items()),
+        npu_piece("engines", engines=True),
+        npu_piece("devices"),
+        npu_piece("contract"),
+        # By one process: each of several would collect all of them, for four seconds.
+        tests("unit tests", "tests/unit", *without_vllm("tests/unit")),
+        npu_piece("faults"),
+        Piece(name="checks", argv=["ci/check.sh"]),
+        npu_piece("transfer"),
+        # Tests of the simulated runtime itself run none of the package: CI and --full run them.
+        *([npu_piece("simulator")] if full else []),
+        *([tests("models", MODELS, *MORE_EXAMPLES)] if full else []),
+        *([Piece(name="mutants", argv=mutants)] if full else []),
     ]
 
 
@@ -141,10 +152,11 @@ class Outcome:
 
 @dataclass
 class Suite:
-    """Runs pieces, all lanes at once."""
+    """Runs pieces, several at once: each begins when it may, in their order."""
 
     pieces: Sequence[Piece]
     done: set[str] = field(default_factory=set)
+    at_once: tuple[int, int] = field(default_factory=at_once)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     _begun: set[str] = field(default_factory=set)
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -154,8 +166,7 @@ class Suite:
 
     def run(self) -> None:
         """Run everything to its end."""
-        lanes = dict.fromkeys(piece.lane for piece in self.pieces)
-        threads = [threading.Thread(target=self._lane, args=(lane,)) for lane in lanes]
+        threads = [threading.Thread(target=self._run_some) for _ in range(self.at_once[0])]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -174,8 +185,8 @@ class Suite:
         for process in running:
             interrupt(process)
 
-    def _lane(self, lane: str) -> None:
-        while (piece := self._next(lane)) is not None:
+    def _run_some(self) -> None:
+        while (piece := self._next()) is not None:
             try:
                 outcome = self._outcome(piece)
             except OSError as error:
@@ -185,24 +196,29 @@ class Suite:
                 self.outcomes[piece.name] = outcome
                 self._changed.notify_all()
 
-    def _next(self, lane: str) -> Piece | None:
-        """Return what a lane should do now; ``None`` if everything has begun."""
+    def _next(self) -> Piece | None:
+        """Wait for a piece that may begin, and return it; ``None`` if everything has begun."""
         with self._changed:
-            left = [piece for piece in self.pieces if piece.name not in self._begun]
-            mine = [piece for piece in left if piece.lane == lane]
-            others = [piece for piece in left if piece.lane != ENGINES]
-            if not mine and not others:
-                return None
-            piece = mine[0] if mine else others[-1]
-            self._begun.add(piece.name)
-            return piece
+            while True:
+                left = [piece for piece in self.pieces if piece.name not in self._begun]
+                if not left:
+                    return None
+                for piece in left:
+                    if self._stopped or self._may_begin(piece):
+                        self._begun.add(piece.name)
+                        return piece
+                self._changed.wait()
+
+    def _may_begin(self, piece: Piece) -> bool:
+        running = self._begun - self.outcomes.keys()
+        engines = sum(each.engines for each in self.pieces if each.name in running)
+        fits = not piece.engines or engines < self.at_once[1]
+        return fits and piece.needs in ("", *self.outcomes)
 
     def _outcome(self, piece: Piece) -> Outcome:
         if piece.name in self.done:
             return Outcome(status=None, why="passed before")
         with self._changed:
-            while not self._stopped and piece.needs not in ("", *self.outcomes, *self.done):
-                self._changed.wait()
             if self._stopped:
                 return Outcome(status=None, why="stopped")
             needed = self.outcomes.get(piece.needs)

@@ -1,4 +1,4 @@
-"""`make test`: pieces in lanes, what one needs of another, and what is said at the end."""
+"""`make test`: pieces side by side, what one needs of another, and what is said at the end."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def piece(name: str, code: str = "", *, lane: str = "a", needs: str = "") -> Piece:
-    return Piece(name=name, argv=[sys.executable, "-c", code], lane=lane, needs=needs)
+def piece(name: str, code: str = "", *, engines: bool = False, needs: str = "") -> Piece:
+    return Piece(name=name, argv=[sys.executable, "-c", code], engines=engines, needs=needs)
 
 
 def run(*pieces: Piece) -> Suite:
@@ -55,10 +55,29 @@ def test_cpu_time_of_child_processes_is_reported() -> None:
     assert cells[1:] == [f"{done.outcomes['spinning'].cpu_s:.0f}", "spinning"]
 
 
-def test_piece_waits_for_its_need_in_another_lane() -> None:
+def test_pieces_run_at_once_but_few_that_start_engines(folder: Path) -> None:
+    """The first ends when the third has begun; the second begins after that."""
+    order = folder / "order"
+    begins = f"import pathlib, time; path = pathlib.Path({str(order)!r})\n"
+    writes = begins + "with path.open('a') as file: print({!r}, file=file)\n"
+    waits = "while 'other' not in path.read_text(): time.sleep(0.01)\n"
+    ends = "with path.open('a') as file: print('ended', file=file)"
+    pieces = [
+        piece("one", writes.format("one") + waits + ends, engines=True),
+        piece("two", writes.format("two"), engines=True),
+        piece("other", writes.format("other")),
+    ]
+    made = Suite(pieces, at_once=(2, 1))
+    made.run()
+    assert {each.status for each in made.outcomes.values()} == {0}
+    assert sorted(order.read_text().split()[:2]) == ["one", "other"]
+    assert order.read_text().split()[2:] == ["ended", "two"]
+
+
+def test_piece_waits_for_its_need() -> None:
     done = run(
-        piece("one", lane="a", needs="environment"),
-        piece("environment", "import time; time.sleep(0.3); raise SystemExit(2)", lane="b"),
+        piece("environment", "import time; time.sleep(0.3); raise SystemExit(2)"),
+        piece("one", needs="environment"),
     )
     assert done.outcomes["one"].status is None
     assert done.outcomes["one"].why == "environment: exit status 2"
@@ -98,8 +117,7 @@ def test_each_test_folder_is_in_the_suite_once(full: bool) -> None:
     assert sorted(left_out) == [word for word in words if word in suite.OVER_VLLM]
     for index, each in enumerate(pieces):
         if each.needs:
-            needed = names.index(each.needs)
-            assert pieces[needed].lane != each.lane or needed < index
+            assert names.index(each.needs) < index
     npu = [each for each in pieces if "ci/jobs/npu-sim.sh" in each.argv]
     assert {each.argv[-1] for each in npu} == NPU_PARTS | ({"simulator"} if full else set())
     assert ("--full" in words) is full
