@@ -30,7 +30,7 @@ from ci.venv import ROOT
 
 FOLDER = ROOT / ".suite"
 STATE = FOLDER / "passed.json"
-WORKERS = ("-n", "3", "--dist=loadfile", "--no-loadscope-reorder")
+WORKERS = ("-n", "2", "--dist=loadfile", "--no-loadscope-reorder")
 """A file stays with one worker; those that take long and mostly wait are named first."""
 OVER_VLLM = (
     "tests/integration/front",
