@@ -34,6 +34,9 @@ httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_
 
 # Run by ci/jobs/npu-sim.sh in its own environment, the only one with the simulated runtime.
 collect_ignore = [] if importlib.util.find_spec("ascend_sim") else ["npu_sim"]
+if importlib.util.find_spec("vllm") is None:  # Their modules import it.
+    collect_ignore += ["unit/vllm_plugin"]
+    collect_ignore += [f"integration/{name}" for name in ("front", "items", "vllm_plugin")]
 
 
 def _no_module(*names: str) -> str | None:

@@ -33,13 +33,18 @@ TESTS = {
     "items": "tests/unit/items tests/contract/test_claims.py",
     "placement": "tests/unit/placement",
     "transfer": "tests/unit/transfer tests/contract tests/integration/transfer",
+    "vllm_plugin": "tests/unit/vllm_plugin tests/integration/vllm_plugin",
     "wire": "tests/unit/wire tests/unit/encode tests/contract tests/integration/transfer",
 }
 """Tests of each package; the models run for a minute each and are added with ``--tests``."""
+OVER_VLLM = ("front", "vllm_plugin")
+"""Packages whose tests import vLLM, which takes eight seconds of CPU."""
 PAIRS = [(ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.And, ast.Or)]
 PAIRS += [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv)]
 SWAPS: dict[type, type] = {**dict(PAIRS), **{second: first for first, second in PAIRS}}
 CHANGED = ast.Compare | ast.BoolOp | ast.UnaryOp | ast.Constant
+FRESH = ("tests", "epd_portable")
+"""Modules that each run imports from its own checkout."""
 SKIPPED = {"annotation", "returns", "decorator_list"}
 SILENT = ("logger.", "log.", "'", '"')  # Log records and docstrings.
 
@@ -133,7 +138,7 @@ class Chosen:
 
 
 def run_pytest(tree: Path, arguments: Sequence[str], plugin: Chosen) -> int:
-    """Run pytest in a fork of this process, which has imported torch; return its status."""
+    """Run pytest in a fork of this process, which has imported libraries; return its status."""
     if pid := os.fork():
         return os.waitpid(pid, 0)[1]
     with (tree / "mutant.log").open("wb") as log:
@@ -141,8 +146,10 @@ def run_pytest(tree: Path, arguments: Sequence[str], plugin: Chosen) -> int:
     os.chdir(tree)
     os.environ["PYTHONPATH"] = f"{tree}:{tree}/benchmarks"
     sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
-    del sys.modules["tests"]
-    status = pytest.main(["-q", "-p", "no:cacheprovider", *arguments], plugins=[plugin])
+    for name in [name for name in sys.modules if name.partition(".")[0] in FRESH]:
+        del sys.modules[name]
+    imported = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    status = pytest.main(["-q", "-p", "no:cacheprovider", *imported, *arguments], plugins=[plugin])
     (tree / "found.json").write_text(json.dumps([plugin.found, plugin.ended]), "utf-8")
     os._exit(status)
 
@@ -185,6 +192,8 @@ def main() -> int:
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     importlib.import_module("torch")
+    if any(package.startswith(OVER_VLLM) for package in options.packages):
+        importlib.import_module("vllm.entrypoints.openai.api_server")
     listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         for name in filter(lambda name: os.path.lexists(ROOT / name), listed.decode().splitlines()):

@@ -29,41 +29,21 @@ def inline(seed: int) -> dict[str, str]:
     return {"type": "base64", "media_type": "image/png", "data": base64_of(seed)}
 
 
-def test_a_picture_in_a_message(client: anthropic.Anthropic, encodes: Encodes) -> None:
-    with encodes(1):
-        answer = client.messages.create(
-            model=MODEL, messages=messages(inline(50)), extra_body=GREEDY, max_tokens=24
-        )
-    [block] = answer.content
-    assert block.type == "text"
-    assert block.text == seen_in(50)
-    assert answer.stop_reason == "end_turn"
-    assert answer.usage.input_tokens > 16
-
-
-def test_a_picture_in_a_message_that_is_streamed(
-    client: anthropic.Anthropic, encodes: Encodes
+@pytest.mark.parametrize(
+    ("seed", "source"), [(50, inline(50)), (52, {"type": "url", "url": data_url(52)})]
+)
+def test_picture_in_a_message_is_answered_whole_and_streamed(
+    client: anthropic.Anthropic, encodes: Encodes, seed: int, source: dict[str, str]
 ) -> None:
-    asked = messages(inline(51))
-    with (
-        encodes(1),
-        client.messages.stream(
-            model=MODEL, messages=asked, extra_body=GREEDY, max_tokens=24
-        ) as stream,
-    ):
-        assert "".join(stream.text_stream) == seen_in(51)
-        assert stream.get_final_message().usage.output_tokens > 1
-
-
-def test_a_picture_by_a_data_url(client: anthropic.Anthropic, encodes: Encodes) -> None:
+    asked: Any = {"model": MODEL, "messages": messages(source), "max_tokens": 24}
     with encodes(1):
-        answer = client.messages.create(
-            model=MODEL,
-            messages=messages({"type": "url", "url": data_url(52)}),
-            extra_body=GREEDY,
-            max_tokens=24,
-        )
-    assert answer.content[0].text == seen_in(52)  # type: ignore[union-attr]
+        answer = client.messages.create(**asked, extra_body=GREEDY)
+    [block] = answer.content
+    assert block.type == "text" and block.text == seen_in(seed)
+    assert answer.stop_reason == "end_turn" and answer.usage.input_tokens > 16
+    with encodes(1), client.messages.stream(**asked, extra_body=GREEDY) as stream:
+        assert "".join(stream.text_stream) == seen_in(seed)
+        assert stream.get_final_message().usage.output_tokens > 1
 
 
 def test_tokens_are_counted_without_encoding(client: anthropic.Anthropic, encodes: Encodes) -> None:

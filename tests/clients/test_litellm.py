@@ -19,15 +19,11 @@ def asked(v1: str, provider: str, seed: int, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_a_picture(v1: str, encodes: Encodes, provider: str) -> None:
+def test_picture_is_answered_whole_and_streamed(v1: str, encodes: Encodes, provider: str) -> None:
     with encodes(1):
         answer = litellm.completion(**asked(v1, provider, 70))
     assert answer.choices[0].message.content == seen_in(70)
     assert answer.usage.completion_tokens > 1
-
-
-@pytest.mark.parametrize("provider", PROVIDERS)
-def test_a_picture_that_is_streamed(v1: str, encodes: Encodes, provider: str) -> None:
     more = {"stream": True, "stream_options": {"include_usage": True}}
     with encodes(1):
         chunks = list(litellm.completion(**asked(v1, provider, 71, **more)))

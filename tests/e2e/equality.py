@@ -9,15 +9,7 @@ import httpx
 import pytest
 
 from epd_portable.launch.plan import machine as installed
-from tests.e2e.asking import (
-    ask,
-    ask_all,
-    ask_streamed,
-    assert_brought,
-    assert_equal,
-    picture,
-    text,
-)
+from tests.e2e.asking import ask, ask_all, ask_streamed, assert_brought, assert_equal, picture, text
 from tests.e2e.cases import ASK, REPEATED, SINGLE, mixed_32
 from tests.e2e.conftest import Pair
 from tests.e2e.engines import metric

@@ -17,7 +17,7 @@ from epd_portable.launch.cli import main
 from tests.e2e.asking import Answer, ask, body, picture, text
 from tests.e2e.conftest import Split, Start, slow_steps
 from tests.e2e.engines import RESTART_S, counted, process, wait_until
-from tests.kit.fronts import in_flight, is_up, killed
+from tests.kit.fronts import in_flight, is_up
 
 pytestmark = pytest.mark.full
 
@@ -61,15 +61,6 @@ def instances(front: Split) -> list[dict[str, Any]]:
     return found
 
 
-def test_servers_answer_like_one_process(front: Split, reference_url: str) -> None:
-    ours = ask_each(front, 0)
-    for seed, answer in enumerate(ours):
-        theirs = ask(reference_url, [picture(seed), ASK])
-        assert answer.tokens == theirs.tokens
-        assert answer.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
-        assert answer.sources == ["transfer"]
-
-
 def test_metrics_page_sums_counts_of_both_servers(front: Split) -> None:
     names = ("vllm:request_success_total", "epd_front_items_total", "epd_encode_transfers_total")
     before = [counted(front.url, name) for name in names]
@@ -95,15 +86,6 @@ def test_metrics_page_sums_counts_of_both_servers(front: Split) -> None:
     after = [counted(front.url, name) for name in names]
     assert [now - then for now, then in zip(after, before, strict=True)][:2] == [STREAMS] * 2
     assert after[2] > before[2]
-
-
-def test_a_killed_engine_comes_back_to_both(front: Split) -> None:
-    expected = ask_each(front, 0)
-    for name in ("encode-0", "prefill_decode-0"):
-        with killed(front, name):
-            pass
-        answers = ask_each(front, 0)
-        assert [each.tokens for each in answers] == [each.tokens for each in expected]
 
 
 def test_end_of_an_api_server_restarts_all(front: Split) -> None:

@@ -15,13 +15,7 @@ from tests.checkpoints import NAMES
 from tests.e2e.asking import ask
 from tests.e2e.conftest import running, serving
 from tests.e2e.equality import assert_equal
-from tests.e2e.modalities.contents import (
-    ASK,
-    CONTENTS,
-    MODALITIES,
-    SETTINGS,
-    checkpoint_of,
-)
+from tests.e2e.modalities.contents import ASK, CONTENTS, MODALITIES, SETTINGS, checkpoint_of
 from tests.e2e.modalities.parts import frames
 from tests.forked import Popen
 

@@ -62,7 +62,7 @@ MIXED: dict[str, list[dict[str, Any]]] = {
 
 
 CROPS: dict[str, list[dict[str, Any]]] = {
-    "crops of images": [image(9, 112, 56), text("and"), image(10), image(11, 56, 84), ASK],
+    "crops of images": [image(9, 112, 56), text("and"), image(10), image(11, 56, 84), ASK]
 }
 
 
@@ -74,7 +74,7 @@ SHORTENED: dict[str, list[dict[str, Any]]] = {
         frames(13),
         image(16),
         ASK,
-    ],
+    ]
 }
 
 

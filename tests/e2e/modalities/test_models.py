@@ -53,9 +53,7 @@ too, with the same fields."""
     ],
 )
 def served(
-    request: pytest.FixtureRequest,
-    fork: Popen,
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, fork: Popen, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     name = request.param
     folder = tmp_path_factory.mktemp("model")

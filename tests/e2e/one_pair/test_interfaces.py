@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.asking import TIMEOUT_S, picture
 from tests.e2e.conftest import Pair
@@ -63,26 +64,19 @@ def answer(url: str, path: str, request: dict[str, Any]) -> Any:
     return [part["text"] for part in (fields.get("output") or [fields])[0]["content"]]
 
 
-def test_pictures_of_a_responses_request_are_encoded_apart(pair: Pair) -> None:
-    request = responses(700)
-    # Under one name, one picture would be taken for the other.
-    forged = json.loads(json.dumps(request).replace('"detail":', '"uuid": "forged", "detail":'))
-    check_two_pictures(pair, "/v1/responses", forged, request)
+# Under one name, one picture would be taken for the other.
+FORGED = json.loads(json.dumps(responses(700)).replace('"detail":', '"uuid": "forged", "detail":'))
+REQUESTS = {
+    "/v1/responses": (FORGED, responses(700)),
+    "/v1/messages": (messages(710), messages(710)),
+}
 
 
-def test_pictures_of_anthropics_messages_are_encoded_apart(pair: Pair) -> None:
-    request = messages(710)
-    check_two_pictures(pair, "/v1/messages", request, request)
-
-
-def check_two_pictures(
-    pair: Pair, path: str, request: dict[str, Any], as_one_process: dict[str, Any]
-) -> None:
-    split = pair.split
+@pytest.mark.parametrize("path", REQUESTS)
+def test_two_pictures_of_a_request_are_encoded_apart(pair: Pair, path: str) -> None:
+    (request, as_one_process), split = REQUESTS[path], pair.split
     begin_s = time.monotonic()
-
     got = answer(split.url, path, request)
-
     begun = split.events("encode.begin", since_s=begin_s)
     assert {each["instance"] for each in begun} == {"encode-0"}
     assert len({item for each in begun for item in each["items"]}) == 2

@@ -26,9 +26,7 @@ def drawn(url: str, *, seed: int) -> list[list[str]]:
     return [[step["token"] for step in choice["logprobs"]["content"]] for choice in choices]
 
 
-def test_seeded_response_equals_one_process_if_chunked(
-    pair: Pair,
-) -> None:
+def test_seeded_response_equals_one_process_if_chunked(pair: Pair) -> None:
     """After each part vLLM sets the generator back, which one of the CPU does not allow."""
 
     def steps() -> list[dict[str, Any]]:

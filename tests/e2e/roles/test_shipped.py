@@ -74,12 +74,6 @@ class Served:
         """Return the front's view of all engines."""
         return asyncio.run(self.client().instances())
 
-    def expected(self, content: Any) -> str:
-        """Return the text of one process."""
-        request = body(content)
-        answer = post(self.reference_url, request)
-        return str(answer.json()["choices"][0]["message"]["content"])
-
     def check(self, seed: int) -> None:
         """Ask about a picture that nobody has seen, and compare."""
         content = [picture(seed), ASK]
@@ -130,26 +124,22 @@ def served(
         yield Served(name=request.param, split=split, reference_url=reference_url)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", SINGLE)
-def test_answers_are_those_of_one_process(served: Served, case: str) -> None:
-    content = SINGLE[case]
-    answer = ask(served.split.url, content)
-    assert_equal(answer, ask(served.reference_url, content))
+LONG = [text("And then? " * 300), picture(40), text("Well, " * 200), ASK]
+WAYS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    **{name: (ask, content, {}) for name, content in SINGLE.items()},
+    "a long prompt": (ask, LONG, {}),
+    "a stream": (ask_streamed, [picture(41), ASK], {}),
+    "a prompt that is not split": (ask, [picture(60), ASK], {"prompt_logprobs": 1}),
+}
 
 
 @pytest.mark.full
-def test_a_long_prompt_is_answered_as_by_one_process(served: Served) -> None:
-    content = [text("And then? " * 300), picture(40), text("Well, " * 200), ASK]
-    answer = ask(served.split.url, content)
-    assert_equal(answer, ask(served.reference_url, content))
-
-
-@pytest.mark.full
-def test_a_streamed_answer_is_that_of_one_process(served: Served) -> None:
-    content = [picture(41), ASK]
-    streamed = ask_streamed(served.split.url, content)
-    assert_equal(streamed, ask(served.reference_url, content))
+@pytest.mark.parametrize(("asked", "content", "more"), WAYS.values(), ids=WAYS)
+def test_answers_are_those_of_one_process(
+    served: Served, asked: Any, content: Any, more: dict[str, Any]
+) -> None:
+    answer = asked(served.split.url, content, **more)
+    assert_equal(answer, ask(served.reference_url, content, **more))
 
 
 def test_many_at_once_are_answered_as_by_one_process(served: Served) -> None:
@@ -173,9 +163,7 @@ def test_images_are_encoded_by_all_engines_with_an_encoder(served: Served) -> No
         assert Counter(each["source"] for each in answer.items) == {"local": 2, "transfer": 2}
 
 
-def test_images_beyond_an_encoders_memory_are_encoded_locally(
-    served: Served,
-) -> None:
+def test_images_beyond_an_encoders_memory_are_encoded_locally(served: Served) -> None:
     if served.name not in SHARED:
         pytest.skip("its instances do not encode for each other")
     content = [*map(picture, range(110, 114 + 2 * QUEUE)), ASK]
@@ -257,14 +245,6 @@ def test_item_evicted_by_prefill_comes_from_the_store(served: Served) -> None:
     loaded = served.split.events("store.loaded", since_s=begin_s)
     assert {(each["mm_hash"], each["instance"]) for each in loaded} == {(*stored, "prefill-0")}
     assert not served.split.encoding(begin_s)
-
-
-@pytest.mark.full
-def test_requests_that_cannot_be_split_are_served(served: Served) -> None:
-    content = [picture(60), ASK]
-    answer = post(served.split.url, body(content, prompt_logprobs=1))
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["message"]["content"] == served.expected(content)
 
 
 @pytest.mark.full

@@ -11,13 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.conftest import Pair, running, serving
-from tests.e2e.two_encoders.deployment import (
-    HOST,
-    SETTINGS,
-    Deployment,
-    epd_launch,
-    other_launcher,
-)
+from tests.e2e.two_encoders.deployment import HOST, SETTINGS, Deployment, epd_launch, other_launcher
 from tests.forked import Popen
 
 

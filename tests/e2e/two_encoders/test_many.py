@@ -47,9 +47,7 @@ def encoders_of(answers: list[Answer]) -> set[str]:
     return {item.get("encoder", item["source"]) for answer in answers for item in answer.items}
 
 
-def test_items_of_a_request_are_encoded_by_both_at_once_in_order(
-    deployment: Deployment,
-) -> None:
+def test_items_of_a_request_are_encoded_by_both_at_once_in_order(deployment: Deployment) -> None:
     split = deployment.split
     content = [text("The first one:"), picture(710), text("and then:"), *pictures(711, 3)]
     with ThreadPoolExecutor() as pool:
@@ -146,9 +144,7 @@ def test_engine_restarts_with_secret_of_its_run_not_the_new_one(
     assert deployment.states() == dict.fromkeys([*sorted(ENCODERS), PD], "up")
 
 
-def test_encoder_leaves_and_joins_under_load_without_loss(
-    deployment: Deployment,
-) -> None:
+def test_encoder_leaves_and_joins_under_load_without_loss(deployment: Deployment) -> None:
     split = deployment.split
 
     def send(number: int) -> tuple[Any, Answer]:

@@ -77,9 +77,7 @@ def test_requests_at_once_are_answered_as_by_one_process(deployment: Deployment)
     assert deployment.split.encoded_by("prefill_decode") == []
 
 
-def test_killed_launcher_leaves_no_process_port_or_memory(
-    deployment: Deployment,
-) -> None:
+def test_killed_launcher_leaves_no_process_port_or_memory(deployment: Deployment) -> None:
     """Runs last: nothing is left to test after it."""
     launcher = psutil.Process(deployment.split.pid)
     family = launcher.children(recursive=True)

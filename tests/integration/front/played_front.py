@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -176,6 +177,26 @@ def request(name: str, pictures: Iterable[str], **extra: Any) -> EngineCoreReque
 ENDED, FAILED = FinishReason.STOP, FinishReason.ERROR
 
 
+async def stalled(begin: bytes = b"{") -> AsyncIterator[bytes]:
+    """Yield the begin of a body whose end does not come."""
+    yield begin
+    await asyncio.Event().wait()
+
+
+async def unread() -> AsyncIterator[bytes]:
+    """Yield a body that no handler may read."""
+    pytest.fail("it is read")
+    yield b""
+
+
+def keys_file(folder: Path, *keys: str) -> str:
+    """Write a file of keys, or another one in its place; return its path."""
+    path = folder / "keys"
+    path.write_text("\n".join(keys))
+    path.chmod(0o600)
+    return str(path)
+
+
 class Engine:
     """Ends what it is sent as soon as it may, and keeps it."""
 
@@ -279,6 +300,16 @@ class Front:
         outputs = EngineCoreOutputs(outputs=[output])
         self.client._take_outputs(self.client.engines.by_name[engine], outputs)
         await settle()
+
+    async def encoded(self, encoder: str = "e-0") -> None:
+        """End the last job of an encoder."""
+        await self.says(encoder, self.engines[encoder].last.request_id, end=ENDED)
+
+    async def ends(self, engine: str = "pd-0", name: str = "r") -> None:
+        """End the response of an engine's last request; check that it is passed on as the last."""
+        await self.says(engine, self.engines[engine].last.request_id, 7, end=ENDED)
+        assert await self.answers() == [(name, [7], ENDED)]
+        assert not self.failed and self.is_empty()
 
     async def tells(self, engine: str, *requested: str, **entries: bool) -> None:
         await self.reports(engine, CacheNews(entries=entries, requested=requested))

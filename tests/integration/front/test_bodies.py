@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tracemalloc
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
-
-pytest.importorskip("vllm")
-
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tests.integration.front.played_front import CHAT, Serve
+from tests.integration.front.played_front import CHAT, Serve, keys_file, stalled
 from tests.property.budget import budget
-
-pytestmark = pytest.mark.needs_vllm
 
 MANY = 400_000
 BOMBS: dict[str, bytes] = {
@@ -96,22 +89,18 @@ ANTHROPIC = ["/v1/messages", "/v1/messages/count_tokens"]
 async def test_refusals_have_the_form_of_each_api(serve: Serve) -> None:
     http, _ = serve(max_body_bytes=60, max_bodies_bytes=60, body_timeout_s=0.01)
 
-    async def late() -> AsyncIterator[bytes]:
-        yield b"{"
-        await asyncio.Event().wait()
-
     settings = b'{"mm_processor_kwargs": {"max_pixels": 1000000000000}}'
     page = {"origin": "https://a.example", "content-type": "text/plain"}
     refused: list[tuple[int, str, str, dict[str, Any]]] = [
         (400, "invalid_request_error", "invalid_request_error", {"content": settings}),
         (403, "invalid_request_error", "permission_error", {"content": b"{}", "headers": page}),
-        (408, "invalid_request_error", "invalid_request_error", {"content": late()}),
+        (408, "invalid_request_error", "invalid_request_error", {}),
         (413, "request_too_large", "request_too_large", {"content": b"x" * 61}),
     ]
     for path in PATHS + ANTHROPIC:
         for status, openai, anthropic, asked in refused:
             if status == 408:
-                asked = {"content": late()}
+                asked = {"content": stalled()}
             got = await http.post(path, **asked)
             assert got.status_code == status, (path, got.text)
             error = got.json()
@@ -159,10 +148,8 @@ async def test_page_without_permission_calls_no_endpoint(serve: Serve) -> None:
 
 
 async def test_access_line_holds_no_content(serve: Serve, tmp_path: Path) -> None:
-    keys, log = tmp_path / "keys", tmp_path / "log"
-    keys.write_text("k" * 20)
-    keys.chmod(0o600)
-    http, _ = serve(access_log=str(log), api_keys_file=str(keys))
+    log = tmp_path / "log"
+    http, _ = serve(access_log=str(log), api_keys_file=keys_file(tmp_path, "k" * 20))
     headers = {"authorization": "Bearer " + "k" * 20, "x-secret": "header"}
     body = {"messages": [{"role": "user", "content": "my secret prompt"}], "user": "somebody"}
     for shown in (headers, {"authorization": "Bearer wrong-key-of-a-client"}):

@@ -1,9 +1,10 @@
-"""Connections of the front by uvicorn's parser: slow and large heads, and ambiguous requests."""
+"""Connections of the front: slow and large heads, ambiguous requests, clients that do not read."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import socket
 import ssl
@@ -11,22 +12,23 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("vllm")
-
 import httpx
 import psutil
+import pytest
 import uvicorn
+from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from epd_portable.front import connections
+from epd_portable.front.http import FrontMiddleware
+from epd_portable.front.server import Front
 from epd_portable.responses import MAX_HEAD_BYTES
 from tests.certificates import make_certificate, served_certificate
-
-pytestmark = pytest.mark.needs_vllm
+from tests.integration.front.played_front import Engine, within
 
 DEADLINE_S = 60.0
 GO_ON, BEGUN = asyncio.Event(), asyncio.Event()
@@ -67,11 +69,11 @@ async def port() -> AsyncIterator[int]:
 
 
 @contextlib.asynccontextmanager
-async def serving(**settings: Any) -> AsyncIterator[int]:
+async def serving(app: ASGIApp = respond, **settings: Any) -> AsyncIterator[int]:
     """Serve as vLLM does in the front, with further settings of uvicorn; yield the port."""
     connections.install()
     config = uvicorn.Config(
-        respond,
+        app,
         port=0,
         log_level="error",
         lifespan="off",
@@ -330,3 +332,62 @@ async def test_former_certificate_is_served_until_both_files_are_new(tmp_path: P
         assert await served_certificate(port) == former
         key.write_text(new_key.read_text())
         assert await served_certificate(port) == ssl.PEM_cert_to_DER_cert(new_cert.read_text())
+
+
+TOKENS, CHUNK_BYTES = 2000, 32 << 10
+"""Size of one response: 64 MB, if each token were a chunk of its own."""
+MOST_BYTES = 24 << 20
+"""Buffers of the server and of both sockets: the kernel lets each grow to some megabytes."""
+
+
+class Writing(Engine):
+    """An engine that generates all tokens of a request, one output for each."""
+
+    async def _end(self, request_id: str) -> None:
+        for number in range(TOKENS):
+            end = FinishReason.LENGTH if number == TOKENS - 1 else None
+            output = EngineCoreOutput(request_id, [5], finish_reason=end)
+            self._client._take_outputs(self._engine, EngineCoreOutputs(outputs=[output]))
+            await asyncio.sleep(0.001)
+
+
+async def test_stream_that_is_not_read_is_bounded(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd_portable.front.http.REGISTRY", CollectorRegistry())
+    chunks: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Request(scope, receive).body()
+        params = SamplingParams(max_tokens=TOKENS, output_kind=RequestOutputKind.DELTA)
+
+        async def stream() -> AsyncIterator[bytes]:
+            async for output in front.generate({"prompt_token_ids": [1, 2]}, params, "r"):
+                chunks.append(len(output.outputs[0].token_ids))
+                yield json.dumps(chunks[-1]).encode().ljust(CHUNK_BYTES)
+
+        await StreamingResponse(stream())(scope, receive, send)
+
+    engine = Writing(front.engine_core, "pd-0")
+    loop = asyncio.get_running_loop()
+    async with serving(within(FrontMiddleware(app), front.engine_core)) as port:
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.setblocking(False)
+            await loop.sock_connect(slow, ("127.0.0.1", port))
+            head = POST + b"connection: close\r\ncontent-length: 2\r\n\r\n{}"
+            await loop.sock_sendall(slow, head)
+            async with asyncio.timeout(DEADLINE_S):
+                while not engine.sent:
+                    await asyncio.sleep(0.01)
+                await engine.ends
+                while front.engine_core._open:  # The engine is free, whatever the client does.
+                    await asyncio.sleep(0.01)
+            held = [*chunks]
+            assert len(held) * CHUNK_BYTES < MOST_BYTES
+            read = b""
+            async with asyncio.timeout(DEADLINE_S):
+                while piece := await loop.sock_recv(slow, 1 << 20):
+                    read += piece
+    assert sum(chunks) == TOKENS
+    assert read.count(b" " * (CHUNK_BYTES - 10)) == len(chunks) <= len(held) + 2

@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from prometheus_client import generate_latest
 from vllm.config.lora import LoRAConfig
 from vllm.lora.request import LoRARequest
@@ -31,8 +28,6 @@ from tests.integration.front.played_front import (
     settle,
 )
 from tests.metrics_page import total
-
-pytestmark = pytest.mark.needs_vllm
 
 
 async def test_pixels_go_to_the_encoder_and_metadata_to_the_pd(make: Make) -> None:
@@ -73,9 +68,7 @@ async def test_a_session_of_streaming_input_is_refused(make: Make) -> None:
     assert front.is_empty()
 
 
-async def test_lost_part_is_retried_alone_then_encoded_locally(
-    make: Make,
-) -> None:
+async def test_lost_part_is_retried_alone_then_encoded_locally(make: Make) -> None:
     front = make("e-0", "e-1", "pd-0", max_queued_items=9)
     await front.ask("C")
     lost, other = front.jobs("e-0")[0], front.jobs("e-1")[0]
@@ -99,9 +92,7 @@ async def test_lost_part_is_retried_alone_then_encoded_locally(
     assert [*counted.values()] == [0, 1, 1, 1]
 
 
-async def test_parts_go_to_the_engine_that_encodes_them_soonest(
-    make: Make,
-) -> None:
+async def test_parts_go_to_the_engine_that_encodes_them_soonest(make: Make) -> None:
     front = make("e-0", "e-1", "pd-0", max_queued_items=9)
     for name, seconds in (("a", 0.01), ("A", 1.0)):
         front.client.engines.pool.encode_times.observe(FrontItem(feature(name, 0)), seconds, "any")
@@ -132,10 +123,8 @@ async def test_an_item_that_the_engine_holds_costs_no_job(make: Make) -> None:
     assert (held["item_uuid"], held["on_demand"], held["media"]) == ("a", True, False)
     assert not asked["on_demand"]
     await front.says("e-0", job.request_id, end=ENDED)
-    await front.says("pd-0", "r", 7, end=ENDED)
-    assert await front.answers() == [("r", [7], ENDED)]
+    await front.ends()
     assert front.items() == {"encoded": 1, "not_needed": 1}
-    assert front.is_empty()
 
 
 async def test_an_encoder_that_answers_gets_the_media_of_what_it_holds(make: Make) -> None:
@@ -180,16 +169,14 @@ async def test_generating_engine_bounds_its_jobs_for_others(make: Make) -> None:
     assert [each.mm_features[0].identifier for each in front.jobs(other)] == ["b"]
 
 
-async def test_concurrent_requests_do_not_share_the_last_place(
-    make: Make,
-) -> None:
+async def test_concurrent_requests_do_not_share_the_last_place(make: Make) -> None:
     front = make("e-0", "pd-0", max_queued_items=1)
     for name in "ab":
         await front.client.add_request_async(request(name, [name]))
     await settle()
     assert [each.mm_features[0].identifier for each in front.jobs("e-0")] == ["a"]
     assert front.items() == {"local": 1}
-    await front.says("e-0", front.engines["e-0"].last.request_id, end=ENDED)
+    await front.encoded()
     for name in "ab":
         await front.says("pd-0", name, 7, end=ENDED)
     assert front.is_empty()
@@ -199,16 +186,14 @@ async def test_an_item_that_its_encoder_gives_up_is_asked_of_another(make: Make)
     front = make("e-0", "e-1", "pd-0", can_encode=False)
     await front.ask("a")
     first = front.with_job()
-    await front.says(first, front.engines[first].last.request_id, end=ENDED)
+    await front.encoded(first)
     (transfer,) = front.engines["pd-0"].params["transfers"]
     await front.tells("pd-0", transfer["transfer_id"])
     second = front.with_job()
     assert second != first
-    await front.says(second, front.engines[second].last.request_id, end=ENDED)
-    await front.says("pd-0", "r", 7, end=ENDED)
-    assert await front.answers() == [("r", [7], ENDED)]
+    await front.encoded(second)
+    await front.ends()
     assert front.items() == {"retried": 1}
-    assert front.is_empty()
 
 
 @pytest.mark.parametrize("fits", ["e-1", ""])
@@ -258,9 +243,8 @@ async def test_a_request_moves_to_the_engine_that_is_left(make: Make) -> None:
     (transfer,) = front.engines["e-0"].params["transfers"]
     assert transfer["consumer"] == CONTROL[other]
     assert transfer["transfer_id"] == expected["transfer_id"]
-    await front.says("e-0", front.engines["e-0"].last.request_id, end=ENDED)
-    await front.says(other, front.engines[other].last.request_id, 7, end=ENDED)
-    assert await front.answers() == [("r", [7], ENDED)]
+    await front.encoded()
+    await front.ends(other)
     assert front.is_empty()
 
 
@@ -454,9 +438,8 @@ async def test_request_of_a_dead_engine_gets_503_or_another_encoder(make: Make, 
     else:
         other = front.with_job()
         assert not front.failed and other != lost
-        await front.says(other, front.engines[other].last.request_id, end=ENDED)
-        await front.says("pd-0", "r", 7, end=ENDED)
-    assert front.is_empty()
+        await front.encoded(other)
+        await front.ends()
 
 
 @pytest.mark.parametrize("can_encode", [True, False])

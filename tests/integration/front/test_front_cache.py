@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
-
-pytest.importorskip("vllm")
-
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
 
@@ -19,8 +16,6 @@ from epd_portable.front.request import UnavailableError
 from epd_portable.front.server import Front
 from tests.integration.front.played_front import PICTURE, Engine
 from tests.metrics_page import total
-
-pytestmark = pytest.mark.needs_vllm
 
 SIDE, LARGE = 112, 560
 """Sides of images; a few of the first fit into the cache, and none of the second."""

@@ -10,9 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-
-pytest.importorskip("vllm")
-
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
@@ -32,9 +29,7 @@ from epd_portable.front.headers import (
     REFS,
 )
 from epd_portable.front.http import FrontMiddleware
-from tests.integration.front.played_front import Front, Make, http_to, settle, within
-
-pytestmark = pytest.mark.needs_vllm
+from tests.integration.front.played_front import Front, Make, http_to, keys_file, settle, within
 
 ENDED = FinishReason.STOP
 GATEWAY_KEY = "h" * 20
@@ -112,16 +107,11 @@ class Served:
         }
 
 
-def keys_file(folder: Path) -> str:
-    path = folder / "keys"
-    path.write_text(GATEWAY_KEY)
-    path.chmod(0o600)
-    return str(path)
-
-
 def served(make: Make, tmp_path: Path, **settings: Any) -> Served:
     names = ("e-0", "e-1", "e-2", "pd-0")
-    front = make(*names, gateway_keys_file=keys_file(tmp_path), max_queued_items=99, **settings)
+    front = make(
+        *names, gateway_keys_file=keys_file(tmp_path, GATEWAY_KEY), max_queued_items=99, **settings
+    )
     return Served(front)
 
 
@@ -151,9 +141,7 @@ async def test_encoder_is_named_though_its_reply_is_late(make: Make, tmp_path: P
 
 @pytest.mark.parametrize("name", [ENCODERS, ENCODERS_TOO])
 async def test_items_are_distributed_among_named_encoders(
-    make: Make,
-    tmp_path: Path,
-    name: str,
+    make: Make, tmp_path: Path, name: str
 ) -> None:
     one = served(make, tmp_path)
     for _ in range(ROUNDS):
@@ -164,11 +152,7 @@ async def test_items_are_distributed_among_named_encoders(
 
 
 @pytest.mark.parametrize("trusts", [True, False])
-async def test_headers_of_clients_have_no_effect(
-    make: Make,
-    tmp_path: Path,
-    trusts: bool,
-) -> None:
+async def test_headers_of_clients_have_no_effect(make: Make, tmp_path: Path, trusts: bool) -> None:
     one = served(make, tmp_path)
     key = None
     if not trusts:
@@ -241,9 +225,7 @@ async def test_encoder_model_is_a_label(make: Make, tmp_path: Path) -> None:
 
 
 async def test_choices_are_logged_with_their_reasons(
-    make: Make,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def logged() -> list[dict[str, Any]]:
         found = [each.args for each in caplog.records if each.msg == "request %s: %s"]

@@ -8,17 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
 
 from epd_portable.config.load import parse_topology
 from tests.integration.front.played_front import Front, Make, request, settle
-
-pytestmark = pytest.mark.needs_vllm
 
 ENDED, FAILED = FinishReason.STOP, FinishReason.ERROR
 PAGE = (Path(__file__).parents[3] / "docs/choice.md").read_text("utf-8")
@@ -77,9 +72,7 @@ async def test_repeated_item_goes_to_the_encoder_that_had_it(make: Make) -> None
 
 @pytest.mark.parametrize(("side", "encoded"), [(4, 1), (64, 0)])
 async def test_small_item_is_encoded_where_it_is_needed(
-    make: Make,
-    side: int,
-    encoded: int,
+    make: Make, side: int, encoded: int
 ) -> None:
     choice = on_the_page()
     choice["plugins"][-2]["parameters"] = {"minImageSize": side}
@@ -177,8 +170,7 @@ async def test_encoder_that_failed_does_not_count_as_having_the_item(make: Make)
 
 
 async def test_longer_time_than_a_retry_leaves_is_logged(
-    make: Make,
-    caplog: pytest.LogCaptureFixture,
+    make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     choice = configured("multimodal-epd-decider", decode={})
     for wanted_ms, warns in ((2_000, False), (20_000, True)):
@@ -198,16 +190,12 @@ async def test_jobs_run_one_after_the_other_in_order(make: Make) -> None:
         name = front.with_job()
         assert front.engines[name].requests[job].mm_features[0].identifier == each
         await front.says(name, job, end=ENDED)
-    await front.says("pd-0", "r", 7, end=ENDED)
-    assert front.items() == {"encoded": 3} and front.is_empty()
+    await front.ends()
+    assert front.items() == {"encoded": 3}
 
 
 @pytest.mark.parametrize(("order", "most"), [("concurrent", 3), ("sequential_fallback", 1)])
-async def test_failed_jobs_run_again_in_the_order_set(
-    make: Make,
-    order: str,
-    most: int,
-) -> None:
+async def test_failed_jobs_run_again_in_the_order_set(make: Make, order: str, most: int) -> None:
     front = make("e-0", "e-1", "pd-0", encode_order=order, max_queued_items=9)
     await front.ask("a", "b", "c")
     first = {job: name for name in ("e-0", "e-1") for job in front.engines[name].requests}
@@ -220,8 +208,8 @@ async def test_failed_jobs_run_again_in_the_order_set(
         name = "e-1" if first_of(first, again[0]) == "e-0" else "e-0"
         await front.says(name, again[0], end=ENDED)
         done += 1
-    await front.says("pd-0", "r", 7, end=ENDED)
-    assert front.items() == {"retried": 3} and front.is_empty()
+    await front.ends()
+    assert front.items() == {"retried": 3}
 
 
 def first_of(first: dict[str, str], job: str) -> str:
@@ -257,7 +245,7 @@ async def test_item_that_no_engine_encodes_is_left_out(make: Make) -> None:
     words = [len("[image not available]")] * 3
     assert sent.prompt_token_ids == [0, *words, 5, 6, 7, 8, 9, 10, *words, 15, 16]
     assert sent.mm_features[0].mm_position.offset == 5
-    await front.says("e-0", front.engines["e-0"].last.request_id, end=ENDED)
+    await front.encoded()
     await front.says("pd-0", "r-1", 7, end=ENDED)
     assert await front.answers() == [("r", [7], ENDED)]
     assert front.items() == {"left_out": 1, "encoded": 1}

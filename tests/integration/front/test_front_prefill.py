@@ -5,16 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from epd_portable.front.exchange import GracefulHTTPError
 from tests.integration.front.played_front import ENDED, FAILED, Front, Make, request, settle
-
-pytestmark = pytest.mark.needs_vllm
 
 LENGTH, ABORT = FinishReason.LENGTH, FinishReason.ABORT
 KV = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "127.0.0.1"}
@@ -78,7 +73,7 @@ async def test_items_go_to_the_prefill_engine_and_media_to_both(make: Make) -> N
     assert transfer["transfer_id"] == expected["transfer_id"]
     assert transfer["consumer"] == "tcp://p-0"
     assert set(front.engines["p-0"].last.mm_features[0].data) == {"image_grid_thw"}
-    await front.says("e-0", front.engines["e-0"].last.request_id, end=ENDED)
+    await front.encoded()
     await computed(front, "p-0")
     assert front.engines["d-0"].params is None
     assert "pixel_values" in front.engines["d-0"].last.mm_features[0].data
@@ -223,7 +218,7 @@ async def test_kv_is_not_sent_to_an_engine_that_prefills_itself(make: Make) -> N
     await settle()
     assert kv_of(front.engines["pd-0"].last) is None
     assert front.engines["pd-0"].params["transfers"]
-    await front.says("e-0", front.engines["e-0"].last.request_id, end=ENDED)
+    await front.encoded()
     await generated(front, "pd-0")
 
 

@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import zmq
 from prometheus_client import CollectorRegistry
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -40,7 +37,6 @@ from tests.integration.front.played_front import (
 from tests.metrics_page import total
 
 pytestmark = [
-    pytest.mark.needs_vllm,
     pytest.mark.timeout(120),
     # vLLM's client leaves its context to the garbage collector.
     pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),

@@ -10,9 +10,6 @@ from types import FrameType
 from typing import Any, cast
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from prometheus_client import REGISTRY
 from starlette.responses import Response
 from vllm.v1.engine import FinishReason
@@ -21,8 +18,6 @@ import epd_portable
 from epd_portable.front.http import FrontMiddleware
 from tests.integration.front import test_front
 from tests.integration.front.played_front import Make, request
-
-pytestmark = pytest.mark.needs_vllm
 
 PACKAGE = Path(epd_portable.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "structures.md"

@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from prometheus_client import generate_latest
 
 from epd_portable.config.front import MediaUrls
@@ -30,8 +27,6 @@ from tests.integration.front.web import Answer, Site, moved, never, once, plain
 from tests.integration.serving import DEADLINE_S
 from tests.unit.media.samples import STILLS
 from tests.waiting import until_async
-
-pytestmark = pytest.mark.needs_vllm
 
 PNG = STILLS["png"]
 HOST = "site.test"
@@ -78,10 +73,7 @@ class World:
         }
         self.fetchers.append(
             UrlFetcher(
-                MediaUrls.model_validate(options),
-                most_bytes,
-                self.metrics,
-                resolve=self.resolve,
+                MediaUrls.model_validate(options), most_bytes, self.metrics, resolve=self.resolve
             )
         )
         return self.fetchers[-1]

@@ -11,11 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("vllm")
-
 import msgspec
+import pytest
 import torch
 import zmq
 import zmq.asyncio
@@ -45,16 +42,11 @@ from epd_portable.vllm_plugin.agreement import kv_form
 from epd_portable.vllm_plugin.job_items import JobReader, to_job
 from epd_portable.vllm_plugin.requests import KV, encode_request, prefill_sampling, put_params
 from epd_portable.wire import jobs
-from epd_portable.wire.params import (
-    CacheNews,
-    EncodeTransfer,
-    ExpectedTransfer,
-    to_params,
-)
+from epd_portable.wire.params import CacheNews, EncodeTransfer, ExpectedTransfer, to_params
 from tests.integration.front.played_front import Played, client_of, http_to, settle, within
 from tests.waiting import until_async
 
-pytestmark = [pytest.mark.needs_vllm, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 BEAT_S = 0.05
 WITHIN_S = 20.0

@@ -6,17 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm.sampling_params import SamplingParams
 
 from epd_portable.front.client import SplitClient
 from epd_portable.front.exchange import FrontExchange, GracefulHTTPError, exchange
 from epd_portable.front.server import Front
 from tests.integration.front.played_front import Engine
-
-pytestmark = pytest.mark.needs_vllm
 
 TEXT: Any = {"prompt_token_ids": [1, 2, 3]}
 

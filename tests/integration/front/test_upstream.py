@@ -8,10 +8,6 @@ import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.needs_vllm
-
 PATCH = Path(__file__).parents[3] / "docs" / "upstream" / "engine-core-client.patch"
 MODULE = Path("vllm/v1/engine/async_llm.py")
 

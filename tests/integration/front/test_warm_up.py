@@ -13,9 +13,6 @@ import pytest
 import torch
 from PIL import Image
 from prometheus_client import generate_latest
-
-pytest.importorskip("vllm")
-
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
@@ -27,8 +24,6 @@ from epd_portable.vllm_plugin.requests import put_params
 from epd_portable.wire.params import FIELD, CacheNews, ItemOutcome, PrefillOutcome, to_params
 from tests.integration.front.played_front import PICTURE, Engine
 from tests.metrics_page import total
-
-pytestmark = pytest.mark.needs_vllm
 
 ENCODERS, OTHERS = ("e-0", "e-1"), ("pd-0", "pd-1")
 

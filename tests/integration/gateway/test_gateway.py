@@ -91,9 +91,7 @@ class Played:
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.port = self._runner.addresses[0][1]
         self.client = aiohttp.ClientSession(
-            f"http://127.0.0.1:{self.port}",
-            auto_decompress=False,
-            max_field_size=MAX_HEAD_BYTES,
+            f"http://127.0.0.1:{self.port}", auto_decompress=False, max_field_size=MAX_HEAD_BYTES
         )
 
     async def until_up(self, *names: str) -> None:
@@ -333,9 +331,7 @@ async def test_client_that_leaves_ends_its_request_at_the_front() -> None:
         await until_async(lambda: t.gateway.fronts[0].load == 0)
 
 
-async def test_long_body_is_streamed_and_not_retried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_long_body_is_streamed_and_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway, "HELD_BYTES", 1000)
 
     async def end(request: web.Request) -> web.StreamResponse:

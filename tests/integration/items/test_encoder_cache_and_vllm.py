@@ -15,8 +15,6 @@ from epd_portable.encode.two_levels import TwoLevelCache
 from epd_portable.items.encoder_cache import PrefillEncoderCache
 from tests.unit.builders import encoder_cache, request
 
-pytestmark = pytest.mark.needs_vllm
-
 NAMES = ["cat", "dog", "emu", "fox", "gnu"]
 SIZES = {name: number + 1 for number, name in enumerate(NAMES)}
 ANIMALS = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True)

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 
 from tests import warm
-
-pytestmark = pytest.mark.needs_vllm
 
 # arch_prctl(ARCH_GET_XCOMP_PERM) of Linux 5.16; the bit is XFEATURE_XTILEDATA.
 SCRIPT = """

@@ -14,8 +14,6 @@ from epd_portable.errors import EngineError
 from epd_portable.launch.plan.engine import SCHEDULER_CLS
 from epd_portable.platforms import registry
 
-pytestmark = pytest.mark.needs_vllm
-
 
 def config(**changes: Any) -> Any:
     """The parts of a ``VllmConfig`` that are looked at, with ``section__name`` replaced."""

@@ -17,8 +17,6 @@ from epd_portable.vllm_plugin.reports import to_names
 from epd_portable.wire.params import EncodeParams, EncodeTransfer, to_params
 from tests.keyring import secret, secret_file
 
-pytestmark = pytest.mark.needs_vllm
-
 LIMIT = 1024
 
 

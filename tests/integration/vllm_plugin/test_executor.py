@@ -18,8 +18,6 @@ from epd_portable.vllm_plugin import executor
 from epd_portable.vllm_plugin.reports import StepMetadata
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 
-pytestmark = pytest.mark.needs_vllm
-
 
 class NothingButMetadata(KVConnectorMetadata):
     """Metadata of a KV connector, whose workers look in every step for arrived blocks."""

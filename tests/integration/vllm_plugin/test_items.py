@@ -6,8 +6,6 @@ import pytest
 
 from tests.kit.side import Side, bare, media
 
-pytestmark = pytest.mark.needs_vllm
-
 
 def test_first_item_gets_space_that_others_hold_in_vain() -> None:
     side = Side(

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.needs_vllm
-
 PLUGIN = "epd_portable.vllm_plugin"
 FIRST = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 SECOND = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"

@@ -8,8 +8,6 @@ import pytest
 
 from tests.kit.side import Side, media
 
-pytestmark = pytest.mark.needs_vllm
-
 
 def preempt(side: Side) -> None:
     side.engine.reset_prefix_cache(running=True)

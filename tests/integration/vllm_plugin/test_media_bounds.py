@@ -12,7 +12,6 @@ import pytest
 from epd_portable.media.limits import MediaLimits
 from tests import warm
 
-pytestmark = pytest.mark.needs_vllm
 GOOD = ("good PNG", "good MP4", "good PNG at last")
 MOST_CPU_MS = 300
 """Processor time of one file on a busy machine; without bounds some files take seconds."""

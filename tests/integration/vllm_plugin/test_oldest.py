@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.needs_vllm
-
 
 class Scheduler:
     """Knows nothing of EC connectors when a request ends."""

@@ -20,8 +20,6 @@ from epd_portable.platforms.cpu import CpuPlatform, PassedEvent
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.transfer.copies import DeviceCopies
 
-pytestmark = pytest.mark.needs_vllm
-
 
 def engine(*, ranks: int = 1, second: bool = False, mode: str = "weights", **more: Any) -> Any:
     return SimpleNamespace(
@@ -30,9 +28,7 @@ def engine(*, ranks: int = 1, second: bool = False, mode: str = "weights", **mor
         parallel_config=SimpleNamespace(world_size=ranks),
         use_v2_model_runner=second,
         compilation_config=SimpleNamespace(compile_mm_encoder=more.get("compiled", False)),
-        model_config=SimpleNamespace(
-            multimodal_config=SimpleNamespace(mm_encoder_tp_mode=mode),
-        ),
+        model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_encoder_tp_mode=mode)),
     )
 
 

@@ -20,8 +20,6 @@ from epd_portable.wire.params import ExpectedTransfer, PrefillParams, to_params
 from tests.kit.engine import pool_bytes
 from tests.kit.side import Side
 
-pytestmark = pytest.mark.needs_vllm
-
 TEXT, ITEM = 20, 16
 WAIT_S = 5.0
 
@@ -99,10 +97,7 @@ class Engine:
             Request(
                 request_id=request_id,
                 prompt_token_ids=[1] * (text + items * ITEM + TEXT),
-                sampling_params=SamplingParams(
-                    max_tokens=1,
-                    extra_args=extra or None,
-                ),
+                sampling_params=SamplingParams(max_tokens=1, extra_args=extra or None),
                 pooling_params=None,
                 resumable=resumable,
                 client_index=server,
@@ -359,9 +354,7 @@ class Turns:
         receiver = engine.scheduler.ec_connector.shell
         rest = receiver.rest
         monkeypatch.setattr(
-            receiver,
-            "rest",
-            lambda timeout_s: (self.events.append("rest"), rest(timeout_s)),
+            receiver, "rest", lambda timeout_s: (self.events.append("rest"), rest(timeout_s))
         )
         monkeypatch.setattr(time, "sleep", lambda s: (self.events.append("sleep"), sleep(s)))
         self.core = Core()

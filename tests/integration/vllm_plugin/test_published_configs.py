@@ -13,8 +13,6 @@ import pytest
 from epd_portable.vllm_plugin import agreement
 from tests import published
 
-pytestmark = pytest.mark.needs_vllm
-
 FINGERPRINTS = {
     "qwen2_5_vl": "code=none config=5b42875e0249 dtype=bfloat16 model=18fb9fa0b971 "
     "overrides=0813bdcb57aa processor=71655401958b processor_kwargs=dee36ace772e revision=none",

@@ -10,8 +10,6 @@ import torch
 
 from epd_portable.demo import MODEL_DIR
 
-pytestmark = pytest.mark.needs_vllm
-
 
 def make_metadata() -> Any:
     from vllm.config import ModelConfig

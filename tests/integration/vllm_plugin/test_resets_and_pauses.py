@@ -6,8 +6,6 @@ import pytest
 
 from tests.kit.side import Side, bare, media
 
-pytestmark = pytest.mark.needs_vllm
-
 
 @pytest.mark.parametrize("turns", range(0, 24, 2))
 def test_item_under_way_is_encoded_again_with_new_weights(turns: int) -> None:

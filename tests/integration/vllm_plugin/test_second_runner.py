@@ -27,8 +27,6 @@ from epd_portable.platforms import registry
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.transfer.copies import DeviceCopies
 
-pytestmark = pytest.mark.needs_vllm
-
 RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 ENCODE_RUNNER = "vllm.v1.worker.mm_encoder_model_runner:MMEncoderModelRunner"
 CACHE = "vllm.v1.worker.gpu.mm.encoder_cache:EncoderCache"

@@ -7,12 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from epd_portable.config.load import PLATFORMS, load_topology
 from epd_portable.config.roles import ROLES
-
-pytestmark = pytest.mark.needs_vllm
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 

@@ -9,9 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from vllm.model_executor.models.qwen2_vl import Qwen2VLForConditionalGeneration
@@ -26,8 +23,6 @@ from epd_portable.vllm_plugin.video_parts import (
     whole_videos,
 )
 from tests.integration.front.played_front import config_of_front, request
-
-pytestmark = pytest.mark.needs_vllm
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,6 @@ from epd_portable.vllm_plugin import agreement
 from epd_portable.wire.fingerprint import differences
 from tests import published
 
-pytestmark = pytest.mark.needs_vllm
-
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 

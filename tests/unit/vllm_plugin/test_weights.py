@@ -8,8 +8,6 @@ import pytest
 from epd_portable.errors import ConfigError
 from epd_portable.vllm_plugin.agreement import weights_of
 
-pytestmark = pytest.mark.needs_vllm
-
 Tensors = dict[str, bytes]
 MODEL: Tensors = {"visual.a": bytes(range(200)), "visual.b": bytes(64), "model.c": b"\7" * 1000}
 
