@@ -175,6 +175,11 @@ def build_runtime(packages: Path) -> None:
 
 
 def activate_double(packages: Path) -> None:
-    """Have every process of the environment load the double of the vendor's operators."""
+    """Have every process of the environment load the double of the vendor's operators.
+
+    What is there already stays: other processes may start, and would find it half written.
+    """
     lines = f"{SIMULATION / 'python'}\nimport ascend_sim.hooks\n"
-    (packages / "ascend_sim.pth").write_text(lines, "utf-8")
+    path = packages / "ascend_sim.pth"
+    if not path.is_file() or path.read_text("utf-8") != lines:
+        path.write_text(lines, "utf-8")

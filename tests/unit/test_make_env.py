@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -224,6 +225,18 @@ def test_engine_is_installed_without_pins_and_extras(tmp_path: Path) -> None:
         'Requires-Dist: boto3; extra == "s3"\n'
     )
     assert npu_sim_env.engine_requirements(tmp_path) == ["torch==2.13.0+cpu", "numpy"]
+
+
+def test_double_of_operators_is_written_once(tmp_path: Path) -> None:
+    """Another process of the environment may read it at its start."""
+    npu_sim_env.activate_double(tmp_path)
+    (file,) = tmp_path.iterdir()
+    os.utime(file, (1, 1))
+    npu_sim_env.activate_double(tmp_path)
+    assert file.stat().st_mtime == 1
+    file.write_text("of another checkout\n")
+    npu_sim_env.activate_double(tmp_path)
+    assert "import ascend_sim.hooks" in file.read_text()
 
 
 # -- cuda ------------------------------------------------------------------------------------------
