@@ -33,14 +33,18 @@ ALWAYS = {
 }
 """Points at which a process holds something that others need; the rest with ``--full``."""
 CASES = [
-    pytest.param(victim, point, marks=() if (victim, point) in ALWAYS else pytest.mark.full)
+    (victim, point)
     for victim in (ENCODER_WORKER, ENCODER_SCHEDULER, PD_WORKER, PD_SCHEDULER, FRONT)
     for point in POINTS
 ]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("victim", "point"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("victim", "point"),
+    [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.full) for case in CASES],
+    ids=str,
+)
 def test_process_stopped_beyond_the_lease_costs_no_response(
     served: Served, victim: Victim, point: str, seed: int
 ) -> None:
@@ -49,15 +53,7 @@ def test_process_stopped_beyond_the_lease_costs_no_response(
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    ("victim", "point"),
-    [
-        (victim, point)
-        for victim in (ENCODER_WORKER, PD_WORKER, PD_SCHEDULER)
-        for point in ("transfer.begun", "transfer.written", "item.landed")
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("victim", "point"), CASES, ids=str)
 def test_stop_beyond_the_lease_in_a_group_costs_no_response(
     by_collective: Served, victim: Victim, point: str, seed: int
 ) -> None:
