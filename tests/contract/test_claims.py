@@ -18,9 +18,6 @@ def state(desk: Desk, mm_hash: str) -> State:
     return desk.cache.items[mm_hash].state
 
 
-# -- the order of room ---------------------------------------------------------------------------
-
-
 def test_running_requests_items_are_granted_first(desk: Desk) -> None:
     desk.claim("seated", "held", 6)
     desk.reserve()
@@ -65,9 +62,6 @@ def test_running_request_takes_space_of_requests_not_started(desk: Desk) -> None
     assert desk.reserve() == ["waits"]
 
 
-# -- items that several requests want ------------------------------------------------------------
-
-
 def test_present_entry_is_held_in_turn_without_its_transfer(desk: Desk) -> None:
     desk.claim("r", "here", 4)
     desk.reserve()
@@ -93,9 +87,6 @@ def test_unused_entry_of_another_description_is_replaced(desk: Desk) -> None:
     item = desk.cache.open("a", tensor(5))
     assert item is not None and item.num_embeds == 5 and item.state is State.WAITING
     assert desk.cache.num_free_slots == 10
-
-
-# -- slots ---------------------------------------------------------------------------------------
 
 
 def test_no_more_is_evicted_while_slots_are_on_their_way_back() -> None:
@@ -132,9 +123,6 @@ def test_entries_that_occupy_no_slot_are_not_evicted_for_slots() -> None:
     assert "local" in desk.cache
 
 
-# -- leaving -------------------------------------------------------------------------------------
-
-
 def test_a_request_that_is_unknown_holds_nothing(desk: Desk) -> None:
     unknown = request("unknown", ("a", 5))
     desk.claim("r", "a", 5)
@@ -146,9 +134,6 @@ def test_a_request_that_is_unknown_holds_nothing(desk: Desk) -> None:
     assert not desk.cache.can_allocate(unknown, 0, 100, 0)
     assert desk.cache.get_cached_num_encoder_embeds(unknown, 0) == 5
     assert desk.cache.holders("a") == {"r"}
-
-
-# -- encoding here -------------------------------------------------------------------------------
 
 
 def test_transfer_is_dropped_while_its_item_is_encoded_locally(desk: Desk) -> None:
@@ -194,9 +179,6 @@ def test_expired_request_shares_the_slot_of_one_without_media(desk: Desk) -> Non
     assert desk.who("first").lost == {"cat": "its encoder is gone"}
     assert state(desk, "cat") is State.LOCAL
     assert desk.cache.items["cat"].holders == {"expired"}
-
-
-# -- room that is lost ---------------------------------------------------------------------------
 
 
 def test_a_preempted_request_keeps_its_room_until_it_is_finished(desk: Desk) -> None:
@@ -349,9 +331,6 @@ def test_preempted_request_releases_items_behind_its_position(desk: Desk) -> Non
     assert desk.cache.holders("b") == frozenset()
     desk.reserve()
     assert desk.cache.holders("a") == desk.cache.holders("b") == {"r"}, "both are still here"
-
-
-# -- what could never be -------------------------------------------------------------------------
 
 
 def test_item_larger_than_the_cache_is_refused_at_once(desk: Desk) -> None:

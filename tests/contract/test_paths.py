@@ -134,9 +134,6 @@ def assert_serves(writer: PathWriter, consumer: Consumer) -> None:
     assert consumer.digest(GUARD, nbytes(src)) == digest(src)
 
 
-# -- which pairs have which paths ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("refused", parameters(REFUSED))
 def test_pair_that_path_does_not_connect_is_refused_with_reason(refused: Route) -> None:
     producer = encode_peer(refused.pair.encode, _offered(refused.pair.encode))
@@ -156,9 +153,6 @@ def test_every_pair_here_has_a_path() -> None:
 
 def _offered(platform: str) -> list[str]:
     return [entry.name for entry in registry.offered("auto", platform)]
-
-
-# -- bytes ---------------------------------------------------------------------------------------
 
 
 # 40 MiB of float32; the same tokens in half the bytes end inside a chunk of any path.
@@ -244,8 +238,6 @@ def test_writer_serves_two_consumers(
         assert each.digest(slot.offset, slot.nbytes) == digest(src)
 
 
-# -- copies that a device makes by itself --------------------------------------------------------
-
 # Not `collective`: torch_npu makes few groups in a process in which one has failed.
 ONE_SIDED = parameters(
     [each for each in ROUTES if registry.entry(each.path).one_sided], mixed_in_full=True
@@ -326,9 +318,6 @@ def test_a_consumer_that_has_gone_is_left_to_a_write_to_find_out(
     slot = consumer.grant(0, nbytes(src))
     consumer.close()
     assert queue(writer, consumer, src, slot) is None
-
-
-# -- leases --------------------------------------------------------------------------------------
 
 
 def test_an_expired_lease_is_refused_and_touches_nothing(
@@ -415,9 +404,6 @@ def test_a_fenced_path_refuses_what_is_not_leased_and_goes_on(
     assert_serves(writer, consumer)
 
 
-# -- what is not what was granted ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -464,9 +450,6 @@ def test_an_address_that_is_none_is_an_error(
     with pytest.raises(TransportError):
         writer.write(slot_write(writer.copies, src, slot, address, 1))
     assert_serves(writer, consumer)
-
-
-# -- ends that go --------------------------------------------------------------------------------
 
 
 def test_a_consumer_that_was_killed_is_never_a_hang(

@@ -233,14 +233,25 @@ def test_a_damaged_part_of_a_large_entry_is_found(server: RedisServer, damage: s
     store.close()
 
 
-# -- redis alone -----------------------------------------------------------------------------------
+@contextlib.contextmanager
+def redis(folder: Path, **options: str) -> Iterator[tuple[RedisServer, Callable[..., Store]]]:
+    """Start a server; yield what opens stores in it, by keys of the section `store`."""
+    server = RedisServer(folder, port_source(secrets.token_hex(4))(), **options)
+    with contextlib.ExitStack() as opened:
+        opened.callback(server.kill)
+
+        def store(**keys: object) -> Store:
+            made = make_store(StoreSection(**{"kind": "redis", "url": server.url, **keys}))
+            opened.callback(made.close)
+            return made
+
+        yield server, store
 
 
 @pytest.mark.needs_redis
 def test_a_server_that_hangs_is_an_error_in_time(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path, port_source(secrets.token_hex(4))())
-    store = make_store(server.section(timeout_ms=1000))
-    try:
+    with redis(tmp_path) as (server, make):
+        store = make(timeout_ms=1000)
         store.save_caches([entry("cat")])
         server.stop()
         for ask in (
@@ -258,76 +269,47 @@ def test_a_server_that_hangs_is_an_error_in_time(tmp_path: Path) -> None:
             store.has_caches([key("cat")])
         server.start()
         assert store.has_caches([key("cat")]) == [None]
-    finally:
-        server.kill()
-        store.close()
 
 
 @pytest.mark.needs_redis
 def test_server_without_memory_is_full_and_readable(tmp_path: Path) -> None:
-    port = port_source(secrets.token_hex(4))()
-    server = RedisServer(tmp_path, port, maxmemory="8mb", maxmemory_policy="noeviction")
-    store = make_store(server.section())
-    try:
+    with redis(tmp_path, maxmemory="8mb", maxmemory_policy="noeviction") as (_, make):
+        store = make()
         store.save_caches([entry("cat", MiB)])
         with pytest.raises(StoreFullError, match="maxmemory"):
             for number in range(20):
                 store.save_caches([entry(f"{number}", MiB)])
         assert loaded(store, "cat", MiB) is not None
-    finally:
-        server.kill()
-        store.close()
 
 
 @pytest.mark.needs_redis
 def test_a_password_comes_from_a_file_and_is_never_told(tmp_path: Path) -> None:
-    word = secrets.token_hex(16)
-    port = port_source(secrets.token_hex(4))()
-    server = RedisServer(tmp_path, port, requirepass=word)
-    path = tmp_path / "password"
+    word, path = secrets.token_hex(16), tmp_path / "password"
+    path.touch(0o600)
     path.write_text(word)
-    path.chmod(0o600)
-    try:
-        store = make_store(server.section(password_file=str(path)))
-        store.save_caches([entry("cat")])
-        store.close()
+    with redis(tmp_path, requirepass=word) as (_, make):
+        make(password_file=str(path)).save_caches([entry("cat")])
         path.write_text("wrong" + word)
-        store = make_store(server.section(password_file=str(path)))
         with pytest.raises(StoreError) as error:
-            store.check()
+            make(password_file=str(path)).check()
         assert word not in str(error.value)
-        store.close()
-    finally:
-        server.kill()
 
 
 @pytest.mark.needs_redis
 def test_a_server_with_tls_is_asked_only_if_it_proves_who_it_is(tmp_path: Path) -> None:
     cert, private = map(str, make_certificate(tmp_path, names="IP:127.0.0.1"))
-    plain, port = (port_source(secrets.token_hex(4))() for _ in range(2))
-    server = RedisServer(
-        tmp_path,
-        plain,
-        tls_port=str(port),
-        tls_cert_file=cert,
-        tls_key_file=private,
-        tls_ca_cert_file=cert,
-        tls_auth_clients="no",
-    )
-    stores = [
-        make_store(StoreSection(kind="redis", url=f"rediss://{host}:{port}", tls_ca_file=file))
-        for host, file in (("127.0.0.1", cert), ("127.0.0.1", None), ("localhost", cert))
-    ]
-    try:
-        stores[0].save_caches([entry("cat")])
-        assert loaded(stores[0], "cat") is not None
-        for store in stores[1:]:
+    port = str(port_source(secrets.token_hex(4))())
+    files = {"tls_cert_file": cert, "tls_key_file": private, "tls_ca_cert_file": cert}
+    with redis(tmp_path, tls_port=port, tls_auth_clients="no", **files) as (_, make):
+        known, *others = (
+            make(url=f"rediss://{host}:{port}", tls_ca_file=file)
+            for host, file in (("127.0.0.1", cert), ("127.0.0.1", None), ("localhost", cert))
+        )
+        known.save_caches([entry("cat")])
+        assert loaded(known, "cat") is not None
+        for store in others:
             with pytest.raises(StoreError, match="certificate"):
                 store.has_caches([key("cat")])
-    finally:
-        server.kill()
-        for store in stores:
-            store.close()
 
 
 @pytest.mark.needs_redis
@@ -387,9 +369,6 @@ def test_planted_value_is_not_read_when_loaded(server: RedisServer, field: str) 
             loaded(store, "cat")
         assert client.info("stats")["total_net_output_bytes"] < 1 << 16
     store.close()
-
-
-# -- files alone -----------------------------------------------------------------------------------
 
 
 def files(folder: Path) -> list[Path]:

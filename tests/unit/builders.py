@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from epd_portable.config.roles import Role
+from epd_portable.config.secret import Secret
 from epd_portable.encode.two_levels import TwoLevelCache
 from epd_portable.placement.instances import EngineSettings
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, SlotDescriptor, TensorSpec
+from epd_portable.wire.params import EncodeParams, EncodeTransfer
 
 FINGERPRINT = "same"
+SECRET = Secret("a secret that only tests have")
 SPEC = TensorSpec(shape=(4, 8), dtype="float32")
 
 
@@ -68,6 +71,21 @@ def request(request_id: str, *items: tuple[str, int]) -> FakeRequest:
 def encoder_cache(cache_size: int) -> TwoLevelCache:
     """Return the encoder cache of an encode instance, without copies in host memory."""
     return TwoLevelCache(cache_size, 0, lambda request, index: 1)
+
+
+def encode_params(transfers: Mapping[str, str], consumer: str) -> EncodeParams:
+    """Return signed orders to send items, by ``transfer id -> item``, to a consumer."""
+    return EncodeParams(
+        transfers=tuple(
+            EncodeTransfer(
+                transfer_id=transfer_id,
+                item_uuid=item,
+                consumer=consumer,
+                proof=SECRET.sign_transfer(transfer_id, item, consumer),
+            )
+            for transfer_id, item in transfers.items()
+        )
+    )
 
 
 def instance_settings(name: str, role: Role = "encode", **more: Any) -> EngineSettings:

@@ -83,9 +83,6 @@ def pip_instead(monkeypatch: pytest.MonkeyPatch) -> FakeInstaller:
     return pip
 
 
-# -- where the CPU build of torch comes from -------------------------------------------------------
-
-
 @pytest.mark.parametrize("torch", ["2.13.0+cpu", "", "2.13.0", "2.13.0+cu130"])
 def test_cpu_index_is_added_without_a_cpu_torch(env: Venv, torch: str) -> None:
     env.installer = FakeInstaller(torch=torch)
@@ -98,9 +95,6 @@ def test_an_engine_that_cannot_be_found_is_named(env: Venv) -> None:
     env.installer = FakeInstaller()
     with pytest.raises(EnvironmentSetupError, match="pip finds no engine==9 for Python"):
         env.find_cpu_torch(["engine==9"])
-
-
-# -- uv --------------------------------------------------------------------------------------------
 
 
 def test_pip_takes_over_when_uv_fails_to_install(
@@ -126,9 +120,6 @@ def test_pip_takes_over_when_uv_cannot_answer(env: Venv, pip_instead: FakeInstal
     uv.error = UvError("uv failed: no route")
     ask(env, "engine==1")
     assert env.installer is pip_instead
-
-
-# -- pip's configuration for uv --------------------------------------------------------------------
 
 
 def test_pip_variables_precede_install_and_global_sections() -> None:
@@ -197,9 +188,6 @@ def test_a_setting_without_counterpart_is_named_not_dropped() -> None:
         translate({"prefer-binary": "1", "only-binary": ":all:"}, [], DEFAULT, Path("/"))
 
 
-# -- stamps and steps ------------------------------------------------------------------------------
-
-
 def test_changed_inputs_make_the_environment_again(env: Venv, checkout: Path) -> None:
     env.complete(make_env.fingerprint("cpu"))
     assert not env.is_current(make_env.fingerprint("cuda"))
@@ -210,9 +198,6 @@ def test_changed_inputs_make_the_environment_again(env: Venv, checkout: Path) ->
     (checkout / "pyproject.toml").write_text("[project]\n")
     env.python.unlink()
     assert not env.is_current(make_env.fingerprint("cpu"))
-
-
-# -- npu-sim ---------------------------------------------------------------------------------------
 
 
 def test_engine_is_installed_without_pins_and_extras(tmp_path: Path) -> None:
@@ -237,9 +222,6 @@ def test_double_of_operators_is_written_once(tmp_path: Path) -> None:
     file.write_text("of another checkout\n")
     npu_sim_env.activate_double(tmp_path)
     assert "import ascend_sim.hooks" in file.read_text()
-
-
-# -- cuda ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 
 from epd_portable import envs
 from epd_portable.launch.run import sessions
-from tests.integration.launch.conftest import Run
 
 Launch = Callable[..., Any]
 FAST_RESTART = (0.2, 0.8)
@@ -31,14 +30,6 @@ def test_a_stop_signal_ends_everything_with_status_0(
 ) -> None:
     servers = {"encode-0": ["--shm={shm}", *options], "front": []}
     launch(servers, stop_grace_s=0.5, until=said).stop(signum)
-
-
-def test_front_with_another_secret_is_not_ready(
-    routed: Callable[..., Run],
-) -> None:
-    run = routed({"pd-0": []}, secret="1" * 64, until="failed: pd-0 cannot join: ")
-    assert "it was made with another secret_file" in run.lines[-1]
-    run.ends_well(1)
 
 
 @pytest.mark.parametrize(

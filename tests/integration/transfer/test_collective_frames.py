@@ -188,9 +188,6 @@ def frame(payload: bytes) -> bytes:
     return struct.pack("!i", len(payload)) + payload
 
 
-# -- before a producer has joined ----------------------------------------------------------------
-
-
 NO_REQUESTS = {
     "garbage": (frame(b"garbage"), "MessagePack data is malformed|Expected|trailing"),
     "nothing": (frame(b""), "truncated"),
@@ -279,9 +276,6 @@ def test_connection_without_join_holds_no_thread(
     consumer.assert_serves()
 
 
-# -- after it has joined -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seconds", [1e300, float("inf")])
 def test_a_lease_without_end_is_served(consumer: Consumer, seconds: float) -> None:
     with producer(consumer) as (connection, group):
@@ -338,9 +332,6 @@ def test_an_item_without_room_is_refused(
     writer.close()
 
 
-# -- what a consumer may answer ------------------------------------------------------------------
-
-
 ANSWERS = {
     "half a length": (b"\0\0", PeerLostError),
     "half a frame": (frame(encode(Answer(port=9)))[:-1], PeerLostError),
@@ -383,9 +374,6 @@ def put(
     assert hear(connection).problem == ""
     group.send(torch.full((slot.nbytes,), 5, dtype=torch.uint8), DEADLINE_S)
     assert hear(connection).problem == ""
-
-
-# -- what a producer does ------------------------------------------------------------------------
 
 
 def test_an_item_is_put_when_computed(consumer: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:

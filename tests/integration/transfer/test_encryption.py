@@ -131,9 +131,6 @@ def tell(stranger: zmq.Socket[bytes], *parts: bytes) -> None:
         stranger.send_multipart(parts, zmq.DONTWAIT)
 
 
-# -- control ---------------------------------------------------------------------------------------
-
-
 def test_holders_of_the_secret_can_talk(stack: ExitStack, make_server: Make, address: str) -> None:
     held = keys()
     server, client = make_server(held, address), clients(stack, held)
@@ -208,8 +205,6 @@ def test_a_listener_between_the_two_reads_nothing(stack: ExitStack, make_server:
     assert WORDS[:12] not in forwarder.seen
 
 
-# -- data ------------------------------------------------------------------------------------------
-
 Receive = Callable[..., tuple[TcpReceiver, SharedMemory]]
 SLOT = SlotDescriptor(pool="pool", offset=0, nbytes=len(WORDS), generation=1)
 
@@ -280,9 +275,6 @@ def test_a_stranger_with_another_secret_writes_nothing(receive: Receive, host: s
     with pytest.raises(TransportTimeoutError):
         write(receiver.address, keys(), limit_s=SHORT_S)
     assert content(memory) == before
-
-
-# -- keys ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

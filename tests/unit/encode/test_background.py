@@ -299,9 +299,6 @@ def test_closing_ends_the_thread_after_the_item_under_way(tower: Tower) -> None:
     assert not any(block._forward_pre_hooks for block in tower.blocks)
 
 
-# -- the scheduler's side ------------------------------------------------------------------------
-
-
 def test_workers_get_an_item_once_before_its_request_computes() -> None:
     pd = PrefillSide()
     pd.arrive("r", OWL)

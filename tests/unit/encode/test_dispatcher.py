@@ -1,14 +1,13 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from epd_portable.config.secret import Secret
 from epd_portable.encode.dispatcher import Dispatcher, EncodedItem
-from epd_portable.wire.params import EncodeParams, EncodeTransfer
-from tests.unit.builders import FakeRequest, encoder_cache, request
+from epd_portable.wire.params import EncodeParams
+from tests.unit.builders import SECRET, FakeRequest, encode_params, encoder_cache, request
 from tests.unit.items.harness import spec
 
-SECRET = Secret("a secret that only this test knows")
 CONSUMER = "tcp://pd"
 
 
@@ -19,18 +18,8 @@ class Desk:
 
     def arrive(self, request_id: str, names: str, transfers: dict[str, str]) -> FakeRequest:
         """Add a request of one-letter items and transfers ``id -> mm_hash``."""
-        params = EncodeParams(
-            transfers=tuple(
-                EncodeTransfer(
-                    transfer_id=transfer_id,
-                    item_uuid=mm_hash,
-                    consumer=CONSUMER,
-                    proof=SECRET.sign_transfer(transfer_id, mm_hash, CONSUMER),
-                )
-                for transfer_id, mm_hash in transfers.items()
-            )
-        )
         items = [EncodedItem(name, "image", spec(1)) for name in names]
+        params = encode_params(transfers, CONSUMER)
         self.dispatcher.request_arrived(request_id, items, params)
         return request(request_id, *((name, 1) for name in names))
 
@@ -123,9 +112,8 @@ def test_transfer_without_valid_proof_is_not_delivered(
 ) -> None:
     """A request could name any address otherwise."""
     desk = Desk()
-    fields = {"transfer_id": "t", "item_uuid": "a", "consumer": CONSUMER}
-    proof = SECRET.sign_transfer(fields["transfer_id"], fields["item_uuid"], fields["consumer"])
-    transfer = EncodeTransfer(**{**fields, "proof": proof, **changed})
+    (signed,) = encode_params({"t": "a"}, CONSUMER).transfers
+    transfer = msgspec.structs.replace(signed, **changed)
     items = [EncodedItem(name, "image", spec(1)) for name in "ab"]
     desk.dispatcher.request_arrived("r", items, EncodeParams(transfers=(transfer,)))
     r = request("r", ("a", 1), ("b", 1))

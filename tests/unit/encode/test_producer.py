@@ -157,9 +157,6 @@ def test_a_transfer_that_fails_here_ends_with_its_write(desk: Desk, state: str) 
     assert desk.poll() == ended("no files", Abort(transfer_id="t", reason="no files"))
 
 
-# -- duplicates, late, unknown and foreign messages ----------------------------------------------
-
-
 def test_transfer_failed_early_is_announced_first(desk: Desk) -> None:
     desk.submit()
     desk.session.fail(0, "reset")
@@ -182,9 +179,10 @@ def test_output_is_returned_with_the_last_transfer_of_its_item(desk: Desk) -> No
     desk.submit("t")
     desk.session.output_ready("item", "output")
     desk.submit("u")
-    for attempt, transfer_id in enumerate("tu"):
+    desk.submit("v", "other item")
+    for attempt, transfer_id in enumerate("tuv"):
         desk.receive(NotNeeded(transfer_id=transfer_id, attempt=attempt))
-    assert [each.output for each in desk.poll().finished] == [None, "output"]
+    assert [each.output for each in desk.poll().finished] == [None, "output", None]
 
 
 @pytest.mark.parametrize("consumer", [PD, OTHER])
@@ -216,9 +214,6 @@ def test_later_puts_the_next_announcement_off(desk: Desk) -> None:
     desk.receive(Later(transfer_id="t"))
     assert desk.messages(RESEND_S / 2) == []
     assert desk.messages(RESEND_S / 2) == [ANNOUNCED]
-
-
-# -- leases, deadlines, attempts -----------------------------------------------------------------
 
 
 def test_lease_is_renewed_at_half_time_while_encoder_is_slow(desk: Desk) -> None:

@@ -9,14 +9,11 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from epd_portable.config.secret import Secret
 from epd_portable.encode.dispatcher import Dispatcher, EncodedItem
 from epd_portable.encode.queue import EncodeQueue, StepLimits
 from epd_portable.encode.two_levels import TwoLevelCache
-from epd_portable.wire.params import EncodeParams, EncodeTransfer
+from tests.unit.builders import SECRET, encode_params
 from tests.unit.items.harness import spec
-
-SECRET = Secret("a secret that only this test has")
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,8 @@ class Desk:
         arriving = self.requests[request_id] = FakeEncodeRequest(request_id, *items)
         arriving.num_prompt_tokens += text
         encoded = [EncodedItem(name, "image", spec(size)) for name, size in items]
-        transfers = tuple(_transfer(f"{name} of {request_id}", name, to) for name, _ in items)
-        self.dispatcher.request_arrived(request_id, encoded, EncodeParams(transfers=transfers))
+        params = encode_params({f"{name} of {request_id}": name for name, _ in items}, to)
+        self.dispatcher.request_arrived(request_id, encoded, params)
         self.queue.arrived(arriving, to, self.now)
         return arriving
 
@@ -109,11 +106,6 @@ class Desk:
         for consumer, item in self.dispatcher.kept():
             kept[consumer] += item.num_embeds
         return kept
-
-
-def _transfer(transfer_id: str, name: str, to: str) -> EncodeTransfer:
-    proof = SECRET.sign_transfer(transfer_id, name, to)
-    return EncodeTransfer(transfer_id=transfer_id, item_uuid=name, consumer=to, proof=proof)
 
 
 @pytest.mark.parametrize("limits", [{"embeddings": 6}, {"tokens": 6}])
@@ -225,8 +217,6 @@ def test_too_large_request_is_not_failed_when_aborted() -> None:
     assert desk.queue.take_too_large() == set()
 
 
-# -- fairness ------------------------------------------------------------------------------------
-
 A, B, C = "abc"
 
 
@@ -273,6 +263,15 @@ def test_multistep_request_takes_no_claimed_space() -> None:
     assert desk.step() == [], "four are left, and two of them are for c"
     desk.transferred("a", "cat")
     assert [desk.step(), desk.step()] == [["b"], ["c"]]
+
+
+def test_space_that_one_waits_for_is_shared_with_few() -> None:
+    desk = Desk(cache=12, embeddings=12)
+    for name, size in (("a", 4), ("b", 9), ("c", 2)):
+        desk.arrive(name, (name, size), to=name)
+        assert desk.step() == (["a"] if name == "a" else []), "a keeps no more than its share"
+    desk.transferred("a", "a")
+    assert desk.step() == ["b", "c"]
 
 
 def test_failed_item_holds_no_share() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.config.secret import Secret
 from epd_portable.encode.dispatcher import Dispatcher, EncodedItem
 from epd_portable.encode.shared_encoder import SharedEncoder
 from epd_portable.items.table import PromptItem, State
 from epd_portable.wire.params import EncodeParams, EncodeTransfer, is_encode_job, to_params
+from tests.unit.builders import SECRET, encode_params
 from tests.unit.items.harness import CAT, Item, Pair, PrefillSide, spec
 
-SECRET = Secret("a secret that only this test knows")
 OTHER = "tcp://other"
 
 
@@ -28,12 +27,10 @@ class Shared:
     def ask(self, name: str, size: int = 2, *, media: bool = True, signed: bool = True) -> str:
         """Send a job for an item; return its id."""
         job = f"job-{name}"
-        proof = SECRET.sign_transfer(name, name, OTHER) if signed else ""
-        params = EncodeParams(
-            transfers=(
-                EncodeTransfer(transfer_id=name, item_uuid=name, consumer=OTHER, proof=proof),
-            )
-        )
+        params = encode_params({name: name}, OTHER)
+        if not signed:
+            unsigned = EncodeTransfer(transfer_id=name, item_uuid=name, consumer=OTHER)
+            params = EncodeParams(transfers=(unsigned,))
         self.dispatcher.request_arrived(job, [EncodedItem(name, "image", spec(size))], params)
         place = PromptItem(
             input_id=0,
@@ -87,6 +84,7 @@ def shared() -> Shared:
 def test_item_space_is_held_until_the_item_is_delivered(shared: Shared) -> None:
     job = shared.ask("a")
     assert shared.told == ["a"] and not shared.sent() and not shared.answered()
+    assert list(shared.cache.requests) == [job]
     shared.encoded("a")
     assert shared.sent() == [job] and shared.answered() == [job]
     assert shared.cache.num_freeable_slots == 8

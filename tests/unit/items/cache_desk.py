@@ -40,8 +40,6 @@ class Desk:
         self._granted: dict[str, str] = {}
         self._steps = 0
 
-    # -- transfers, as `Transfers` has them --------------------------------------------------------
-
     def reconcile(self) -> bool:
         """Bring transfers in line with items that have changed; return whether any have."""
         touched = self.cache.take_touched()
@@ -103,8 +101,6 @@ class Desk:
         assert item.slot is not None
         self.writing.append(item.slot)
         self.cache.revoke(item)
-
-    # -- requests ----------------------------------------------------------------------------------
 
     def who(self, request_id: str) -> ItemRequest:
         """Return a request; the first time, it arrives."""

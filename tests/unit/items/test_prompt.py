@@ -64,9 +64,6 @@ def test_transfers_are_matched_by_hash_and_then_by_order(
     assert match_transfers(items(names), None) == {}
 
 
-# -- what of an item cannot be encoded here ------------------------------------------------------
-
-
 def prompt_item(name: str, *, has_media: bool = True) -> PromptItem:
     return PromptItem(
         input_id=0, mm_hash=name, begin=0, end=1, num_embeds=1, tensor=spec(1), has_media=has_media
@@ -85,9 +82,6 @@ def test_bare_is_what_has_no_media_by_the_engine_or_by_the_front(
         for name in ("with", "told")
     }
     assert metadata_only_items(items, transfers, can_encode=can_encode) == expected
-
-
-# -- how far a request is ------------------------------------------------------------------------
 
 
 def record(*ends: tuple[str, int]) -> ItemRequest:

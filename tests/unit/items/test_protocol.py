@@ -44,9 +44,6 @@ def desk() -> Desk:
     return Desk()
 
 
-# -- arrivals ------------------------------------------------------------------------------------
-
-
 def test_announced_item_is_granted_and_lands_when_written(desk: Desk) -> None:
     desk.expect()
     desk.give_room()
@@ -90,9 +87,6 @@ def test_other_messages_leave_a_grant_alone(desk: Desk, sender: bytes, message: 
     assert desk.landings() == ["encode-a"]
 
 
-# -- before and after the request ----------------------------------------------------------------
-
-
 def test_announcement_without_request_ends_as_not_needed(desk: Desk) -> None:
     # One that no front has asked for is not even cached: the table of these is bounded.
     desk.receive(A, announce(transfer_id="forged"), announce())
@@ -129,9 +123,6 @@ def test_tables_of_ended_and_early_transfers_are_bounded(
         desk.session.decline(name)
     desk.receive(A, announce(transfer_id="x"), announce(transfer_id="z"))
     assert desk.said() == ["a z not_needed"], "x is forgotten, and waits for its request"
-
-
-# -- several transfers of one item, several producers of one transfer ----------------------------
 
 
 def test_transfers_of_item_end_but_those_still_wanted(desk: Desk) -> None:
@@ -181,9 +172,6 @@ def test_attempts_without_end_fail_the_transfer(desk: Desk) -> None:
     assert [event[2] for event in desk.events] == ["refused"]
 
 
-# -- refusals ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changed", "code"),
     [
@@ -206,10 +194,15 @@ def test_an_unfit_encoder_is_refused(desk: Desk, changed: dict[str, Any], code: 
     assert desk.landings() == ["encode-b"]
 
 
-def test_encoder_of_another_protocol_version_is_replaced(desk: Desk) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_encoder_of_another_version_is_replaced(desk: Desk, early: bool) -> None:
+    foreign = Foreign(kind="announce", transfer_id="t", attempt=1, protocol=1)
+    if early:
+        desk.receive(A, foreign)
     desk.expect()
     desk.give_room()
-    desk.receive(A, Foreign(kind="announce", transfer_id="t", attempt=1, protocol=1))
+    if not early:
+        desk.receive(A, foreign)
     assert desk.events == [("refused", "t", "incompatible")]
     desk.receive(B, announce(B))
     assert desk.said() == ["b t grant 1"]
@@ -226,9 +219,6 @@ def test_refused_fingerprint_is_reported_with_its_differences() -> None:
         "the dtype (--dtype): float16 at the sender, bfloat16 at the receiver. Start both with the "
         "same"
     )
-
-
-# -- deadlines and leases ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("announced", [False, True])

@@ -18,8 +18,6 @@ from tests.unit.items.harness import (
     sources,
 )
 
-# -- the straight way ----------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("copies", [False, True])
 def test_an_item_is_delivered_placed_and_reported(copies: bool) -> None:
@@ -41,9 +39,6 @@ def test_an_item_is_delivered_placed_and_reported(copies: bool) -> None:
 def test_a_request_without_items_is_none_of_its_business(pair: Pair) -> None:
     assert pair.pd.prefill.may_schedule("unknown", 0)
     assert pair.pd.prefill.finished("unknown") is None
-
-
-# -- what may be computed ------------------------------------------------------------------------
 
 
 def test_text_before_a_missing_item_may_be_computed(pair: Pair) -> None:
@@ -136,9 +131,6 @@ def test_progress_counts_wholly_computed_items(pair: Pair) -> None:
     assert_everything_is_back(pair.pd)
 
 
-# -- placements ----------------------------------------------------------------------------------
-
-
 def deliver(pair: Pair, request_id: str, item: Item) -> None:
     """A request for an item comes, and the item: it lands when messages are next taken in."""
     pair.pd.arrive(request_id, item)
@@ -186,9 +178,6 @@ def test_evicted_item_frees_its_slot_in_an_idle_engine() -> None:
     assert pair.pd.pool.free_bytes == pair.pd.pool.capacity_bytes
 
 
-# -- shared items --------------------------------------------------------------------------------
-
-
 def test_request_does_not_wait_for_transfers_of_later_ones(pair: Pair) -> None:
     pair.pd.arrive("r", CAT)
     for number in range(2):
@@ -200,9 +189,6 @@ def test_request_does_not_wait_for_transfers_of_later_ones(pair: Pair) -> None:
     pair.settle()
     assert pair.pd.encode_here("r", 0)
     assert pair.pd.encode_here("s1", 0)
-
-
-# -- a pool that is too small for all ------------------------------------------------------------
 
 
 def test_slots_freed_by_a_step_serve_the_next_in_it() -> None:
@@ -226,9 +212,6 @@ def granted(pair: Pair) -> list[str]:
     return [
         message.transfer_id for _, message in pair.pd.mailbox.outbox if isinstance(message, Grant)
     ]
-
-
-# -- rest ----------------------------------------------------------------------------------------
 
 
 def test_engine_rests_until_a_message_for_a_waiting_request(

@@ -23,8 +23,6 @@ from tests.unit.items.harness import (
     sources,
 )
 
-# -- failures ------------------------------------------------------------------------------------
-
 
 def failures(pd: PrefillSide) -> dict[str, float]:
     """Return how many requests failed, by cause."""
@@ -95,6 +93,17 @@ def test_missing_item_is_encoded_locally_or_fails_requests(can_encode: bool) -> 
     assert_everything_is_back(pair.pd)
 
 
+def test_ended_request_is_not_failed_again() -> None:
+    pd = PrefillSide(can_encode=False)
+    pd.arrive("r", CAT)
+    pd.clock.now += TIMEOUT_S
+    pd.shell.take_in()
+    assert not pd.prefill.may_schedule("r", 1)
+    assert failures(pd) == {"unavailable": 1}
+    pd.finish("r")
+    assert pd.prefill.take_unavailable() == set()
+
+
 def test_workers_get_a_revocation_before_its_slot_is_free() -> None:
     """Workers write the slot themselves on this path."""
     pair = Pair(PrefillSide(path="tcp"))
@@ -149,8 +158,6 @@ def test_an_engine_whose_receiver_has_died_ends(caplog: pytest.LogCaptureFixture
         pd.shell.before_step()
     assert "no item comes here any more" in caplog.text
 
-
-# -- what cannot be encoded here -------------------------------------------------------------------
 
 BARE = Item("cat", transfer_id="t-cat", has_media=False)
 NOT_SENT = Item("cat", transfer_id="t-cat", sent_with_media=False)

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 from epd_portable.encode.dispatcher import Dispatcher, EncodedItem
 from epd_portable.items.transfers import MAX_ENDED
-from epd_portable.wire.params import EncodeParams, EncodeTransfer
-from tests.unit.builders import encoder_cache, request
-from tests.unit.encode.test_dispatcher import SECRET
+from tests.unit.builders import SECRET, encode_params, encoder_cache, request
 from tests.unit.items.harness import Item, Pair, PrefillSide, spec
 
 REQUESTS = 2_000
@@ -116,10 +114,8 @@ def test_ended_work_leaves_nothing_in_an_encode_instance() -> None:
     dispatcher = Dispatcher(cache, SECRET)
     for number in range(REQUESTS):
         name, consumer = f"r-{number}", f"tcp://pd-{number}"
-        proof = SECRET.sign_transfer(name, name, consumer)
-        transfer = EncodeTransfer(transfer_id=name, item_uuid=name, consumer=consumer, proof=proof)
         item = EncodedItem(name, "image", spec(1))
-        dispatcher.request_arrived(name, [item], EncodeParams(transfers=(transfer,)))
+        dispatcher.request_arrived(name, [item], encode_params({name: name}, consumer))
         asked = request(name, (name, 1))
         if number % 2:
             assert cache.can_allocate(asked, 0, 1, 0)

@@ -47,8 +47,6 @@ class Desk:
         self.session = Transfers(self, self.cache, wait_timeout_s=TIMEOUT_S, lease_s=LEASE_S)
         self._expected = 0
 
-    # -- the endpoint ------------------------------------------------------------------------------
-
     def choose(self, producer: PeerDescriptor) -> PathEndpoint:
         return self.path
 
@@ -57,8 +55,6 @@ class Desk:
 
     def is_gone(self, producer: PeerDescriptor) -> bool:
         return producer.session in self.gone
-
-    # -- actions -----------------------------------------------------------------------------------
 
     def apply(self) -> None:
         """Do what came out, as the shell does."""
@@ -85,8 +81,6 @@ class Desk:
                 self.events.append(("refused", action.transfer.transfer_id, code))
         for each in self.pool.pass_on(0):
             self.events.append(("released", each.descriptor.generation))
-
-    # -- what a test does --------------------------------------------------------------------------
 
     def item(self, mm_hash: str = "item") -> Item:
         return self.cache.items[mm_hash]

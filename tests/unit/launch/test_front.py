@@ -141,17 +141,3 @@ def test_front_waits_for_engines_of_other_machines() -> None:
     settings = json.loads(front.argv[4])
     assert [each["name"] for each in settings["engines"]] == [pd.name]
     assert settings["trusted_network"] is False
-
-
-def test_store_reaches_the_front() -> None:
-    *_, front = planned("store: {kind: file, path: /tmp/store}").processes
-    assert json.loads(front.argv[4])["store"]["path"] == "/tmp/store"
-
-
-def test_engine_without_encoder_is_behind_front_that_takes_media() -> None:
-    less = "instances: {prefill_decode: {encoder: false}}"
-    _, pd, front = planned(f"{less}\nengine_args: {{limit_mm_per_prompt: {{video: 0}}}}").processes
-    assert json.loads(options(pd)["--limit-mm-per-prompt"]) == {"video": 0, "image": 0, "audio": 0}
-    assert json.loads(options(front)["--limit-mm-per-prompt"]) == {"video": 0}
-    assert "--enable-mm-embeds" in pd.argv and "--enable-mm-embeds" not in front.argv
-    assert json.loads(front.argv[4])["can_encode"] is False

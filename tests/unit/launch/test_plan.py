@@ -31,9 +31,10 @@ OFF_HOST = TEXT + "launch: {host: 10.0.0.2}\n"
 
 def test_instance_without_encoder_accepts_only_embeddings() -> None:
     plan = plan_of(f"{TEXT}instances: {{prefill_decode: {{encoder: false}}}}")
-    encode, pd, _ = plan.processes
-    assert json.loads(options(pd)["--limit-mm-per-prompt"]) == {"video": 0, "image": 0, "audio": 0}
-    assert ["--enable-mm-embeds" in spec.argv for spec in (encode, pd)] == [False, True]
+    encode, pd, before = plan.processes
+    limits = [json.loads(options(spec)["--limit-mm-per-prompt"]) for spec in (pd, before)]
+    assert limits == [{"video": 0, "image": 0, "audio": 0}, {"video": 0}]
+    assert ["--enable-mm-embeds" in spec.argv for spec in plan.processes] == [False, True, False]
     assert [instance(spec)["can_encode"] for spec in (encode, pd)] == [True, False]
     assert front(plan)["can_encode"] is False
 

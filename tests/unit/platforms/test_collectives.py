@@ -68,8 +68,6 @@ def test_torchs_default_process_group_is_not_touched() -> None:
     host.close()
 
 
-# -- turns between processes; each `Turns` stands for a process of its own -------------------------
-
 AMPLE_S = 20.0
 SHORT_S = 0.2
 Take = Callable[[float], AbstractContextManager[None]]

@@ -232,9 +232,6 @@ def test_runner_has_media_before_its_step_encodes(mixin: type) -> None:
     assert features == ["with media"]
 
 
-# -- the second runner ---------------------------------------------------------------------------
-
-
 def step(metadata: object, tokens: int = 0) -> Any:
     return SimpleNamespace(
         ec_connector_metadata=metadata,

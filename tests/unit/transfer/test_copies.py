@@ -146,8 +146,6 @@ def test_memory_is_not_page_locked_for_devices_on_host_memory(
     assert (platform.pinned, platform.unpinned) == ([], [])
 
 
-# -- pools that a producer has mapped and page-locked ----------------------------------------------
-
 SRC = torch.ones(2)
 
 

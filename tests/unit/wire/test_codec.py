@@ -144,9 +144,6 @@ def test_unknown_fields_of_a_later_minor_change_are_ignored() -> None:
     assert codec.decode(data) == (Later(transfer_id="t"), "life")
 
 
-# -- descriptors -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 def test_a_spec_has_the_bytes_of_the_tensor(dtype: str) -> None:
     tensor = torch.empty((3, 5), dtype=getattr(torch, dtype))
@@ -163,8 +160,6 @@ def test_an_unknown_dtype_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'torch\.float32'.*float32"):
         TensorSpec(shape=(1, 1), dtype="torch.float32")
 
-
-# -- parameters ------------------------------------------------------------------------------------
 
 ENCODE = EncodeParams(
     transfers=(EncodeTransfer(transfer_id="t", item_uuid="h", consumer="tcp://x"),)
