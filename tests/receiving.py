@@ -8,7 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import zmq
+
+from epd_portable.transfer.curve import secure_client
 from epd_portable.transfer.paths.base import LeaseFence, ReceiveMemory, ReceivingEnd, SlotWrite
+from epd_portable.transfer.paths.tcp import TcpReceiver
 from epd_portable.transfer.pool import SharedMemory
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.keyring import keys
@@ -48,6 +52,28 @@ def slot_write(
         address=address,
         deadline_s=copies.clock() + seconds,
     )
+
+
+@contextmanager
+def dealer(address: str, **options: Any) -> Iterator[zmq.Socket[bytes]]:
+    """A holder of the secret that sends what a test says; ``options`` are of its socket."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as made:
+        secure_client(made, keys())
+        for name, value in {"linger": 0, **options}.items():
+            setattr(made, name, value)
+        made.connect(address)
+        yield made
+
+
+@contextmanager
+def tcp_receiver(nbytes: int = 4096, **changes: Any) -> Iterator[tuple[TcpReceiver, SharedMemory]]:
+    """A receiver of `tcp` with the memory of its slots; ``changes`` are of its end."""
+    with shared_memory(nbytes) as memory:
+        receiver = TcpReceiver(receiving_end(memory, **changes))
+        try:
+            yield receiver, memory
+        finally:
+            receiver.close()
 
 
 def pool_name() -> str:

@@ -18,13 +18,13 @@ from epd_portable.config.secret import Secret
 from epd_portable.errors import TransportError
 from epd_portable.transfer import connections, control
 from epd_portable.transfer.control import ControlClients, ControlServer
-from epd_portable.transfer.curve import OVERHEAD_BYTES, receive_parts, secure_client
+from epd_portable.transfer.curve import OVERHEAD_BYTES, receive_parts
 from epd_portable.transfer.endpoint import ConsumerEndpoint
 from epd_portable.transfer.pool import SHM_FOLDER
 from epd_portable.wire.codec import MAX_MESSAGE_BYTES, encode
 from epd_portable.wire.messages import Abort, Announce, AnyMessage, Later
 from tests.keyring import keys, secret_file
-from tests.receiving import pool_name
+from tests.receiving import dealer, pool_name
 from tests.unit.builders import SPEC, peer
 from tests.waiting import until
 
@@ -52,24 +52,13 @@ def clients() -> Iterator[ControlClients]:
 
 
 def test_nonsense_is_dropped(server: ControlServer, clients: ControlClients) -> None:
-    context = zmq.Context()
-    peer = context.socket(zmq.DEALER)
-    secure_client(peer, keys())
-    peer.connect(server.address)
-    good = encode(Later(transfer_id="t"), session="s")
-    for frames in (
-        [b""],
-        [b"", b""],
-        [b"garbage"],
-        [good[:-1]],
-        [b"\xc1" * (MAX_MESSAGE_BYTES // 2 + 1)] * 2,
-        [b"\x91" * MAX_MESSAGE_BYTES],
-        [good],
-    ):
-        peer.send_multipart(frames)
-    ((_, message),) = until(server.receive)
+    good, nested = encode(Later(transfer_id="t"), session="s"), b"\x91" * MAX_MESSAGE_BYTES
+    long = [b"\xc1" * (MAX_MESSAGE_BYTES // 2 + 1)] * 2
+    with dealer(server.address) as peer:
+        for frames in ([b""], [b"", b""], [b"garbage"], [good[:-1]], long, [nested], [good]):
+            peer.send_multipart(frames)
+        ((_, message),) = until(server.receive)
     assert message == Later(transfer_id="t")
-    context.destroy(linger=0)
 
 
 def test_an_answer_may_be_as_long_as_the_limit_and_no_longer(
@@ -104,32 +93,22 @@ def test_message_in_many_parts_is_copied_up_to_the_limit_only() -> None:
 
 
 def test_a_flood_that_nobody_reads_is_stopped_at_its_sender(server: ControlServer) -> None:
-    large, most_bytes = bytes(MAX_MESSAGE_BYTES), 64 << 20
-    context = zmq.Context()
-    peer = context.socket(zmq.DEALER)
-    secure_client(peer, keys())
-    peer.sndhwm, peer.sndtimeo = 1, 1000
-    peer.connect(server.address)
-    sent = 0
-    with contextlib.suppress(zmq.Again):
+    large, most_bytes, sent = bytes(MAX_MESSAGE_BYTES), 64 << 20, 0
+    slow = dealer(server.address, sndhwm=1, sndtimeo=1000)
+    with slow as peer, contextlib.suppress(zmq.Again):
         while sent < 2 * most_bytes:
             peer.send(large)
             sent += len(large)
     assert 0 < sent < most_bytes
-    context.destroy(linger=0)
 
 
 def test_a_long_message_ends_its_connection(server: ControlServer, clients: ControlClients) -> None:
-    context = zmq.Context()
-    peer = context.socket(zmq.DEALER)
-    secure_client(peer, keys())
-    monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    peer.connect(server.address)
-    peer.send(b"x" * (MAX_MESSAGE_BYTES + OVERHEAD_BYTES))
-    assert monitor.poll(DEADLINE_S * 1000)
-    clients.send(server.address, Later(transfer_id="t"))
-    assert until(server.receive) == [(b"client", Later(transfer_id="t"))]
-    context.destroy(linger=0)
+    with dealer(server.address) as peer:
+        with peer.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+            peer.send(b"x" * (MAX_MESSAGE_BYTES + OVERHEAD_BYTES))
+            assert monitor.poll(DEADLINE_S * 1000)
+        clients.send(server.address, Later(transfer_id="t"))
+        assert until(server.receive) == [(b"client", Later(transfer_id="t"))]
 
 
 def test_a_peer_that_does_not_read_loses_messages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,12 +183,8 @@ def test_the_oldest_consumer_is_left(
 
 def test_a_new_connection_replaces_the_old(server: ControlServer, clients: ControlClients) -> None:
     """The old one is open, as after a loss of the network that the server has not detected."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as former:
-        secure_client(former, keys())
-        former.identity = b"client"
-        former.linger = 0
-        former.reconnect_ivl = -1  # It is gone, and would otherwise fight for its place.
-        former.connect(server.address)
+    # It is gone, and would otherwise fight for its place.
+    with dealer(server.address, identity=b"client", reconnect_ivl=-1) as former:
         former.send(encode(Later(transfer_id="first"), session="client"))
         until(server.receive)
         clients.send(server.address, Later(transfer_id="second"))

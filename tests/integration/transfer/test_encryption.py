@@ -28,7 +28,7 @@ from epd_portable.transfer.pool import SharedMemory
 from epd_portable.wire.codec import encode
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import Abort, Later
-from tests.receiving import pool_name, receiving_end, slot_write
+from tests.receiving import slot_write, tcp_receiver
 from tests.waiting import until
 
 OFF_HOST = "127.0.0.2"
@@ -212,15 +212,10 @@ SLOT = SlotDescriptor(pool="pool", offset=0, nbytes=len(WORDS), generation=1)
 @pytest.fixture
 def receive(stack: ExitStack) -> Receive:
     def make(held: CurveKeys, host: str = OFF_HOST) -> tuple[TcpReceiver, SharedMemory]:
-        memory = SharedMemory.create(pool_name(), 4096)
-        stack.callback(memory.unlink)
         fence = LeaseFence()
         fence.allow(SLOT)
-        receiver = TcpReceiver(
-            receiving_end(memory, data_address=f"tcp://{host}:*", fence=fence, keys=held)
-        )
-        stack.callback(receiver.close)
-        return receiver, memory
+        address = f"tcp://{host}:*"
+        return stack.enter_context(tcp_receiver(data_address=address, fence=fence, keys=held))
 
     return make
 

@@ -17,9 +17,8 @@ import zmq
 from epd_portable.transfer.control import ControlServer
 from epd_portable.transfer.curve import OVERHEAD_BYTES
 from epd_portable.transfer.paths.tcp import CHUNK_BYTES, TcpReceiver
-from epd_portable.transfer.pool import SharedMemory
 from tests.keyring import keys
-from tests.receiving import pool_name, receiving_end
+from tests.receiving import tcp_receiver
 
 DEADLINE_S = 20.0
 FLOOD_BYTES = 64 << 20
@@ -80,11 +79,8 @@ def control() -> Iterator[ControlServer]:
 
 @pytest.fixture
 def receiver() -> Iterator[TcpReceiver]:
-    memory = SharedMemory.create(pool_name(), 4096)
-    made = TcpReceiver(receiving_end(memory))
-    yield made
-    made.close()
-    memory.unlink()
+    with tcp_receiver() as (made, _):
+        yield made
 
 
 @pytest.mark.parametrize("channel", ["control", "receiver"])

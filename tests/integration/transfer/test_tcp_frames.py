@@ -14,13 +14,12 @@ import zmq
 from epd_portable.errors import TransportTimeoutError
 from epd_portable.platforms import registry
 from epd_portable.transfer.copies import DeviceCopies
-from epd_portable.transfer.curve import secure_client
 from epd_portable.transfer.paths.base import LeaseFence
 from epd_portable.transfer.paths.tcp import CHUNK_BYTES, MAX_REPLY_BYTES, TcpReceiver, TcpWriter
 from epd_portable.transfer.pool import SharedMemory
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.keyring import keys
-from tests.receiving import pool_name, receiving_end, slot_write
+from tests.receiving import dealer, slot_write, tcp_receiver
 
 NBYTES = 4096
 FILL = 0xA5
@@ -59,13 +58,10 @@ class Consumer:
 
 @pytest.fixture
 def consumer() -> Iterator[Consumer]:
-    memory = SharedMemory.create(pool_name(), NBYTES)
-    memory.tensor(0, NBYTES).fill_(FILL)
     fence = LeaseFence()
-    receiver = TcpReceiver(receiving_end(memory, fence=fence))
-    yield Consumer(memory, fence, receiver)
-    receiver.close()
-    memory.unlink()
+    with tcp_receiver(NBYTES, fence=fence) as (receiver, memory):
+        memory.tensor(0, NBYTES).fill_(FILL)
+        yield Consumer(memory, fence, receiver)
 
 
 def chunk(slot: SlotDescriptor, start: int, nbytes: int) -> bytes:
@@ -94,10 +90,7 @@ NO_CHUNKS: dict[str, tuple[list[bytes], str]] = {
 def test_chunk_outside_a_granted_slot_is_refused(consumer: Consumer, sent: str) -> None:
     frames, problem = NO_CHUNKS[sent]
     consumer.fence.allow(SLOT)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
-        secure_client(peer, keys())
-        peer.linger = 0
-        peer.connect(consumer.receiver.address)
+    with dealer(consumer.receiver.address) as peer:
         peer.send_multipart(frames)
         assert peer.poll(int(DEADLINE_S * 1000)), "no answer"
         assert problem in msgspec.msgpack.decode(peer.recv())[2]
