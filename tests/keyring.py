@@ -6,10 +6,7 @@ import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import Generator
 from pathlib import Path
-
-import httpx
 
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.transfer.curve import CurveKeys
@@ -37,19 +34,3 @@ def secret() -> Secret:
 def keys() -> CurveKeys:
     """Return the keys that come from it."""
     return CurveKeys.derive(secret())
-
-
-class Signed(httpx.Auth):
-    """Signs requests of a test's client as holders of a secret do."""
-
-    requires_request_body = True
-
-    def __init__(self, held: Secret | None = None) -> None:
-        self._secret = held or secret()
-
-    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        target = request.url.raw_path.decode()
-        request.headers["authorization"] = self._secret.sign(
-            request.method, target, request.content
-        )
-        yield request

@@ -1,12 +1,7 @@
 """A small HTTP server that stands in for an engine: real process, real port, no model.
 
-It answers ``/health``, maps a ``/dev/shm`` file and a child process as an engine does. It does not
-reproduce anything that an engine computes. It can be told to become ill:
-
-- ``/become/503``: what ``/health`` answers from now on
-- ``/raise``: it ends with an exception
-
-A completion takes 10 ms a token.
+It answers ``/health``, maps a ``/dev/shm`` file and a child process as an engine does, and computes
+nothing. ``/become/503`` sets the status of ``/health``. A completion takes 10 ms a token.
 """
 
 from __future__ import annotations
@@ -36,15 +31,9 @@ class Answer(BaseHTTPRequestHandler):
                 seen = {"state": state, "reason": reason, "problem": problem}
                 all_seen = [{"name": name, **seen} for name in options.instances.split(",")]
                 self.say(status, json.dumps({"front": "x", "instances": all_seen}))
-            case ["metrics"]:
-                self.say(200, f"stand_in_status {status}\n")
             case ["become", number]:
                 status = int(number)
                 self.say(200, "")
-            case ["raise"]:
-                self.say(200, "")
-                os.write(2, b"RuntimeError: at last\n")
-                os._exit(1)
             case _:
                 self.say(404, "")
 
@@ -71,12 +60,6 @@ status = 200
 mapped: list[mmap.mmap] = []
 
 
-def chat() -> None:
-    while True:
-        os.write(1, b"x" * 9999 + b"\n")
-        time.sleep(0.01)
-
-
 def main() -> None:
     global options
     parser = argparse.ArgumentParser()
@@ -84,16 +67,12 @@ def main() -> None:
     parser.add_argument("--shm", default="")
     parser.add_argument("--fail", default="", help="raise this at start")
     parser.add_argument("--hang", action="store_true", help="never answer")
-    parser.add_argument("--start-with", help="listen when this file is there")
-    parser.add_argument("--late-start", type=float, default=0.0, help="listen after these seconds")
-    parser.add_argument("--ill-again", default="", help="never answer after the first start")
     parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM")
     parser.add_argument("--child", action="store_true", help="start a process that ignores SIGTERM")
     parser.add_argument("--instances", default="encode-0", help="of a front")
     parser.add_argument("--problem", default="", help="what a front says of them")
     parser.add_argument("--state", default="up", help="the same")
     parser.add_argument("--renamed", action="store_true", help="as by setproctitle: no environment")
-    parser.add_argument("--chatty", action="store_true", help="write 1 MB a second")
     options = parser.parse_args()
     if options.renamed and "EPD_RUN_ID" in os.environ:
         os.execve(sys.executable, [sys.executable, *sys.argv], {})
@@ -112,15 +91,8 @@ def main() -> None:
     if options.child:
         code = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
         subprocess.Popen([sys.executable, "-c", code])
-    if options.hang or (options.ill_again and Path("/dev/shm", options.ill_again).exists()):
+    if options.hang:
         time.sleep(600)
-    if options.ill_again:
-        Path("/dev/shm", options.ill_again).touch()
-    time.sleep(options.late_start)
-    while options.start_with and not Path(options.start_with).exists():
-        time.sleep(0.01)
-    if options.chatty:
-        threading.Thread(target=chat, daemon=True).start()
     server = ThreadingHTTPServer(("127.0.0.1", options.port), Answer)
     server.serve_forever()
 
