@@ -28,9 +28,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TESTS = {
+    "config": "tests/unit/config tests/unit/launch/test_wrong_inputs.py",
     "encode": "tests/unit/encode tests/contract/test_host_copies.py tests/integration/transfer",
     "front": "tests/integration/front",
     "items": "tests/unit/items tests/contract/test_claims.py",
+    "launch": "tests/unit/launch tests/integration/launch",
+    "platforms": "tests/unit/platforms tests/contract/test_collective_group.py",
     "placement": "tests/unit/placement",
     "transfer": "tests/unit/transfer tests/contract tests/integration/transfer",
     "vllm_plugin": "tests/unit/vllm_plugin tests/integration/vllm_plugin",

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from epd_portable.errors import NoCommonPathError
 from epd_portable.items import transfers
 from epd_portable.items.quarantine import SETTLED_S
 from epd_portable.items.table import State
@@ -204,6 +205,23 @@ def test_encoder_of_another_version_is_replaced(desk: Desk, early: bool) -> None
     if not early:
         desk.receive(A, foreign)
     assert desk.events == [("refused", "t", "incompatible")]
+    desk.receive(B, announce(B))
+    assert desk.said() == ["b t grant 1"]
+
+
+def test_encoder_without_common_path_is_replaced(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(producer: PeerDescriptor) -> PathEndpoint:
+        if producer == PEERS[A]:
+            raise NoCommonPathError("other platforms")
+        return desk.path
+
+    monkeypatch.setattr(desk, "choose", choose)
+    desk.expect()
+    desk.give_room()
+    desk.receive(A, announce())
+    assert desk.said() == ["a t nack no_common_path"]
     desk.receive(B, announce(B))
     assert desk.said() == ["b t grant 1"]
 

@@ -80,6 +80,9 @@ def test_item_is_needed_early_by_the_lookahead(lookahead: int) -> None:
     pd.arrive("r", DOG, CAT)  # 1-2 dog, 4-5 cat
     needed = [not pd.prefill.may_schedule("r", computed, running=False) for computed in (0, 3)]
     assert needed == [lookahead >= 1, lookahead >= 1]
+    assert pd.prefill.take_sleepers() == (["r", "r"] if lookahead else [])
+    pd.prefill.may_schedule("r", 1)
+    assert pd.prefill.take_sleepers() == [], "it runs, and is queried in each step"
 
 
 def test_an_item_that_the_prefix_cache_covers_is_given_up(pair: Pair) -> None:
