@@ -27,10 +27,8 @@ def secret_file() -> str:
 
 
 def secret() -> Secret:
-    """Return the run's secret."""
     return Secret.read(secret_file())
 
 
 def keys() -> CurveKeys:
-    """Return the keys that come from it."""
     return CurveKeys.derive(secret())

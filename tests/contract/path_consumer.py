@@ -84,7 +84,6 @@ class Consumer:
         self._ask("fill", nbytes, value)
 
     def digest(self, offset: int, nbytes: int) -> str:
-        """Digest of that memory."""
         digest: str = self._ask("digest", offset, nbytes)
         return digest
 
@@ -131,7 +130,6 @@ class Consumer:
 
 
 def serve(pipe: Connection, setup: Setup) -> None:
-    """Body of the process."""
     torch.set_num_threads(1)
     with contextlib.ExitStack() as opened:
         try:
@@ -214,6 +212,5 @@ class Instance:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Digest of a tensor's bytes, wherever it is."""
     flat = tensor.contiguous().view(-1).view(torch.uint8).cpu()
     return hashlib.sha256(flat.numpy().data).hexdigest()

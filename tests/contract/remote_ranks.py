@@ -187,7 +187,6 @@ def memory(platform: str) -> list[tuple[int, int]]:
 
 
 def serve(pipe: Connection) -> None:
-    """Be the process, until the other end of the pipe is closed."""
     ranks = _Ranks()
     with Listener(family="AF_UNIX") as listener:
         threading.Thread(target=_listen, args=(listener, ranks), daemon=True).start()

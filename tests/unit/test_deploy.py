@@ -95,7 +95,6 @@ def is_deletion(patch: Object) -> bool:
 
 
 def templates(document: Object) -> list[Object]:
-    """Return the templates of the Pods of a resource."""
     match document["kind"]:
         case "Deployment":
             return [document["spec"]["template"]]

@@ -74,7 +74,6 @@ def commands(path: Path) -> Iterator[str]:
 
 
 def first_cells(path: Path, section: str) -> list[str]:
-    """Return the first cells of the tables of a section."""
     part = text(path).partition(f"\n## {section}")[2].partition("\n## ")[0]
     return re.findall(r"^\| ([^|]+) \|", part, re.MULTILINE)
 

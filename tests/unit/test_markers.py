@@ -13,7 +13,6 @@ CONFTEST = Path(__file__).parents[1] / "conftest.py"
 
 @pytest.fixture
 def conftest(request: pytest.FixtureRequest) -> Any:
-    """Return the module that pytest has loaded."""
     plugins = request.config.pluginmanager.get_plugins()
     return next(each for each in plugins if getattr(each, "__file__", "") == str(CONFTEST))
 

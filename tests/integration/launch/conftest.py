@@ -116,7 +116,6 @@ class Run:
             self._queue.put(line.rstrip("\n"))
 
     def wait_for(self, text: str) -> str:
-        """Return the first unread line that contains ``text``."""
         end = time.monotonic() + DEADLINE_S
         while True:
             try:
@@ -171,7 +170,6 @@ class Run:
         return [each.pid for each in found if (each.info["cmdline"] or [])[2:4] == wanted]
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait for a condition; fail with ``what`` at the deadline."""
         end = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < end, f"not within {DEADLINE_S:g} s: {what}"
@@ -242,18 +240,15 @@ class Asked:
         run.until(lambda: in_flight(run) > before, "an engine has the request")
 
     def ended(self) -> dict[str, Any]:
-        """Return the answer, or the error."""
         self._thread.join(DEADLINE_S)
         return self._answers[0]
 
 
 def client_of(run: Run) -> FrontClient:
-    """Return what sends signed requests to a run's front."""
     return FrontClient(f"http://127.0.0.1:{run.ports['front']}", run.secret)
 
 
 def in_flight(run: Run) -> int:
-    """Return how many requests engines work on."""
     return sum(each["in_flight"] for each in asyncio.run(client_of(run).instances()))
 
 

@@ -53,8 +53,6 @@ DEADLINE_S = 20.0
 
 
 class Memory:
-    """Memory of the slots."""
-
     nbytes = NBYTES
 
     def __init__(self) -> None:
@@ -107,7 +105,6 @@ def until(condition: Callable[[], bool], otherwise: Callable[[], object]) -> Non
 
 
 def descriptors() -> list[str]:
-    """Return the open descriptors of this process."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:

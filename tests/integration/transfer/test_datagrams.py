@@ -74,7 +74,6 @@ def meet(clients: ControlClients, consumer: Consumer, path: str = "shm") -> None
 
 
 def by_datagram(clients: ControlClients, consumer: Consumer, message: AnyMessage) -> bool:
-    """Send a message, and tell whether it came without ZMQ."""
     consumer.server._gate.log_refusals()
     with mock.patch.object(control, "receive_parts", side_effect=control.receive_parts) as zmq:
         clients.send(consumer.server.address, message)

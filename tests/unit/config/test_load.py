@@ -13,7 +13,6 @@ from epd_portable.errors import ConfigError
 
 
 def problems(text: str, *overrides: str) -> list[str]:
-    """Return the complaint lines about a file."""
     with pytest.raises(ConfigError) as caught:
         parse_topology(text, "cpu", overrides=overrides, source="t.yaml")
     return [line.strip() for line in str(caught.value).splitlines()]

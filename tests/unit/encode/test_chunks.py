@@ -82,8 +82,6 @@ class RecordingPlatform(CpuPlatform):
 
 
 class Part(torch.nn.Module):
-    """A module of a block."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 1
 

@@ -74,7 +74,6 @@ class Desk:
         self.reconcile()
 
     def lose_transfers(self, mm_hash: str, reason: str = "") -> None:
-        """Let every transfer of an item fail."""
         item = self.cache.items[mm_hash]
         self._end_all(item)
         self.cache.transfer_failed(item, reason)
@@ -126,7 +125,6 @@ class Desk:
         self.reconcile()
 
     def request(self, request_id: str) -> FakeRequest:
-        """Return the engine's request."""
         prompt = self._prompts[request_id]
         return request(request_id, *(prompt.get(i, ("", 0)) for i in range(max(prompt) + 1)))
 
@@ -215,7 +213,6 @@ class Desk:
         return self._steps
 
     def step(self) -> None:
-        """Pass on to the workers what to forget, and end that step."""
         self.cache.step_ended(self.begin_step())
 
     def assert_everything_is_back(self) -> None:

@@ -25,7 +25,6 @@ from tests.unit.items.harness import (
 
 
 def failures(pd: PrefillSide) -> dict[str, float]:
-    """Return how many requests failed, by cause."""
     name = "epd_pd_requests_failed_total{code="
     return {
         sample.removeprefix(name)[:-1]: count

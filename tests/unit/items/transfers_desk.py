@@ -99,13 +99,11 @@ class Desk:
         self.apply()
 
     def leave(self) -> None:
-        """Let all requests leave."""
         for made in list(self.cache.requests.values()):
             self.cache.leave(made)
         self.apply()
 
     def give_room(self) -> None:
-        """Serve all claims."""
         self.cache.serve()
         self.apply()
 
@@ -123,7 +121,6 @@ class Desk:
         return [f"{to.decode()[-1]} {each.transfer_id} {words(each)}" for to, each in sent]
 
     def get_grant(self) -> None:
-        """Expect, reserve and announce."""
         self.expect()
         self.give_room()
         self.receive(A, announce())
@@ -139,7 +136,6 @@ class Desk:
 
 
 def words(message: AnyMessage) -> str:
-    """A message in few words."""
     word = message.__struct_config__.tag
     if isinstance(message, Grant):
         return f"{word} {message.slot.generation}"

@@ -62,6 +62,5 @@ def instance(spec: ProcessSpec) -> dict[str, Any]:
 
 
 def front(plan: Plan) -> dict[str, Any]:
-    """Return the settings of the front of a plan."""
     found: dict[str, Any] = json.loads(options(plan.processes[-1])["--settings"])
     return found

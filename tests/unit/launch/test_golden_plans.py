@@ -229,7 +229,6 @@ def test_plans_for_two_platforms_differ_only_where_they_must(topology: Path, oth
 
 
 def record() -> None:
-    """Write the recorded plans anew."""
     for name, target in RECORDED:
         text = json.dumps(plan_for(file_of(name), target), indent=1, ensure_ascii=False)
         recorded(name, target).write_text(text + "\n", "utf-8")

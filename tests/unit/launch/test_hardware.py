@@ -21,7 +21,6 @@ avoid_ports: [20000, 20009]
 
 
 def profile(text: str) -> HardwareProfile:
-    """Return the profile of a file x.yaml."""
     with tempfile.TemporaryDirectory() as folder:
         (path := Path(folder, "x.yaml")).write_text(text, "utf-8")
         return load_profile(path)

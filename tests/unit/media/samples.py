@@ -42,7 +42,6 @@ def chunk(name: bytes, data: bytes) -> bytes:
 
 
 def saved(image: Image.Image, kind: str, **options: object) -> bytes:
-    """Return an image as a file of Pillow's."""
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()

@@ -45,7 +45,6 @@ def found(instances: EndpointPool, name: str) -> Instance:
 
 
 def chosen(instances: EndpointPool, key: str, exclude: tuple[str, ...] = ()) -> str:
-    """Return the name of the encoder of an item."""
     instance = instances.choose_encoder(key, exclude)
     assert instance is not None
     return instance.name

@@ -22,8 +22,6 @@ TIMEOUT_S = 20.0
 
 
 class Work:
-    """A broadcast that has ended."""
-
     def __init__(self, *, failed: bool) -> None:
         self._failed = failed
 
@@ -40,8 +38,6 @@ class Work:
 
 
 class Nccl:
-    """Broadcasts through the store."""
-
     made: ClassVar[list[Nccl]] = []
     fails = False
 

@@ -12,8 +12,6 @@ from epd_portable.runners.second import OrderingSecondRunnerMixin, SecondRunnerM
 
 
 class Metadata(str):
-    """Metadata of a step."""
-
     __slots__ = ("media",)
 
     def __new__(cls) -> Metadata:
@@ -116,8 +114,6 @@ class Request:
 
 
 class SecondRunner(Noting):
-    """A model runner of vLLM's second kind."""
-
     def __init__(self) -> None:
         super().__init__()
         features = [SimpleNamespace(identifier=name) for name in "xy"]

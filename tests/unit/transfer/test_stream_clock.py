@@ -17,8 +17,6 @@ from tests.held_device import DEADLINE_S, HeldPlatform
 
 
 class Trace:
-    """Keeps events instead of writing them."""
-
     def __init__(self) -> None:
         self.on = True
         self.events: list[tuple[str, float | None, dict[str, Any]]] = []

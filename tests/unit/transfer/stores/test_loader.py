@@ -46,8 +46,6 @@ class Slots:
 
 
 class Side:
-    """A loader, and what a receiver says to it."""
-
     def __init__(self, store: MemoryStore) -> None:
         self.store = store
         self.clock = Clock()
