@@ -20,6 +20,7 @@ from tests.warm import Nursery
 ROOT = Path(__file__).parents[2]
 FILES = [path.read_text("utf-8") for path in sorted((ROOT / "configs").rglob("*.yaml"))]
 DEADLINE_S = 120.0
+SYNTAX = ["", ":", "- ", "&a ", "*a", "!!int ", "{", "[", "\t", "\x00", "|", "? ", "<<: ", "'"]
 
 scalars = (
     st.none()
@@ -46,27 +47,7 @@ def edited(draw: st.DrawFn, texts: list[str]) -> str:
     for _ in range(draw(st.integers(1, 5))):
         place = draw(st.integers(0, len(text)))
         end = place + draw(st.integers(0, 6))
-        new = draw(
-            st.sampled_from(
-                [
-                    "",
-                    ":",
-                    "- ",
-                    "&a ",
-                    "*a",
-                    "!!int ",
-                    "{",
-                    "[",
-                    "\t",
-                    "\x00",
-                    "|",
-                    "? ",
-                    "<<: ",
-                    "'",
-                ]
-            )
-            | st.text(max_size=4)
-        )
+        new = draw(st.sampled_from(SYNTAX) | st.text(max_size=4))
         text = text[:place] + new + text[end:]
     return text
 

@@ -37,14 +37,9 @@ def test_a_stop_signal_ends_everything_with_status_0(
     [
         (
             {"encode-0": [], "front": ["--state=warming"]},
-            {"startup_timeout_s": 1.5},
-            "instances are not up at the front after 1.5 s (launch.startup_timeout_s): "
+            {"startup_timeout_s": 6.0},
+            "instances are not up at the front after 6 s (launch.startup_timeout_s): "
             "encode-0: warming",
-        ),
-        (
-            {"encode-0": ["--hang"]},
-            {"startup_timeout_s": 1.0},
-            "encode-0 is not healthy 1 s after its start (launch.startup_timeout_s)",
         ),
         (
             {"encode-0": ["--shm={shm}"], "other-0": ["--fail=no such device 7"]},
@@ -52,7 +47,7 @@ def test_a_stop_signal_ends_everything_with_status_0(
             "other-0 exited with status 1: ValueError: no such device 7",
         ),
     ],
-    ids=["no instance can be used", "never healthy", "dies"],
+    ids=["no instance can be used", "dies"],
 )
 def test_failed_start_ends_all_with_one_line(
     launch: Launch, servers: dict[str, list[str]], settings: dict[str, float], said: str

@@ -64,13 +64,6 @@ def test_a_password_in_a_url_is_refused_and_not_repeated(text: str, overrides: l
     assert "hunter2" not in str(error.value)
 
 
-def test_password_in_store_url_is_refused_with_the_remedy() -> None:
-    with pytest.raises(
-        ConfigError, match=r"\(--set store.url=redis://:\*\*\*@h:1\): .*password_file"
-    ):
-        parse_topology(STORED, "cpu", overrides=[f"store.url={URL}"])
-
-
 def test_a_store_travels_to_instances_as_it_was_written() -> None:
     text = HEAD + "{kind: redis, url: 'rediss://me@h:1', ttl_s: 60, max_bytes: 1GiB}"
     section = parse_topology(text, "cpu").store

@@ -194,9 +194,10 @@ def test_an_assignment_that_is_none_or_of_an_overlay_is_answered() -> None:
 
 def test_a_password_in_an_address_is_never_shown() -> None:
     section = shlex.quote('store={kind: redis, url: "redis://u:p@h"}')
-    text = run(f"{PLAN} --set {section}").output
-    assert "redis://u:***@h" in text and "store.password_file" in text
-    assert "u:p@h" not in text
+    for words in (f"--set {section}", "--set store.kind=redis --set store.url=redis://u:p@h"):
+        text = run(f"{PLAN} {words}").output
+        assert "redis://u:***@h" in text and "store.password_file" in text
+        assert "u:p@h" not in text
 
 
 @pytest.mark.parametrize(
