@@ -31,7 +31,8 @@ import griffe
 from ci.vllm_hooks import HOOKS, Relied, Version
 
 READ = (
-    *("v1", "config", "distributed/ec_transfer", "distributed/nixl_utils.py", "multimodal"),
+    *("v1", "config", "multimodal", "distributed/ec_transfer"),
+    *("distributed/nixl_utils.py", "distributed/parallel_state.py"),
     *("engine", "entrypoints", "renderers", "usage", "utils", "exceptions.py"),
     *("lora/request.py", "sampling_params.py"),
 )

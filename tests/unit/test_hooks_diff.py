@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ci import hooks_diff
-from ci.hooks_diff import Release
+from ci.hooks_diff import READ, Release
 from ci.vllm_hooks import HOOKS, Relied
 from tests.kit.sources import PACKAGE, modules, nodes
 
@@ -152,6 +152,11 @@ def test_users_of_a_hook_are_files_that_name_it() -> None:
         name = hook.owner.rpartition(".")[2]
         words = hook.names or (name,)
         assert any(word in text for word in (*words, name)) or hook.reaches, hook
+
+
+def test_every_owner_is_within_what_is_read() -> None:
+    read = tuple(f"{each.removesuffix('.py').replace('/', '.')}." for each in READ)
+    assert [hook.owner for hook in HOOKS if not f"{hook.owner}.".startswith(read)] == []
 
 
 # `ci/jobs/engines.sh` runs it for each release.
