@@ -330,11 +330,16 @@ HOOKS: tuple[Relied, ...] = (
     *(_row(owner, _WORKER, "profile_run") for owner in (_RUNNER, _SECOND_RUNNER)),
     # Overlapped encoding on devices.
     _row(_RUNNER, _OVERLAP, "encoder_cudagraph_manager"),
-    _row("v1.worker.gpu.mm.encoder_runner.EncoderRunner", _OVERLAP, "cudagraph_manager"),
+    _row(
+        "v1.worker.gpu.mm.encoder_runner.EncoderRunner",
+        _OVERLAP,
+        "cudagraph_manager",
+        since=(0, 28),
+    ),
     _row(
         "v1.worker.encoder_cudagraph.EncoderCudaGraphManager",
         (*_OVERLAP, *_COMPAT),
-        "capture execute is_captured supports_modality",
+        "capture execute graph_pool supports_modality",
     ),
     _row("distributed.parallel_state.GraphCaptureContext", _OVERLAP, "stream"),
     _row("distributed.parallel_state.graph_capture", _OVERLAP),

@@ -98,7 +98,8 @@ def encoder_graphs(runner: Any) -> Any:
         graphs = getattr(runner, "encoder_cudagraph_manager", None)
     else:
         graphs = getattr(getattr(state, "encoder_runner", None), "cudagraph_manager", None)
-    return graphs if graphs is not None and graphs.is_captured() else None
+    # None before they are captured.
+    return graphs if graphs is not None and graphs.graph_pool is not None else None
 
 
 @contextmanager
