@@ -93,6 +93,10 @@ def hooking(
     host: Host, encodes: bool, second: bool, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
     """vLLM's own caller of the hooks, with our connector."""
+    from epd_portable.vllm_plugin import compat
+
+    if compat.version() < compat.SECOND_RUNNER:
+        pytest.skip("this vLLM's second runner calls no hooks")
     from vllm.v1.worker.gpu import ec_connector as theirs
 
     from epd_portable.vllm_plugin.ec_connector import EncodeWorker, PDWorker
@@ -259,8 +263,10 @@ class Moment:
 @pytest.mark.parametrize("tokens", [0, 5])
 def test_a_step_without_tokens_does_not_wait_for_the_encoder(tokens: int) -> None:
     """An encode instance would look at no request while its tower runs."""
-    from epd_portable.vllm_plugin import worker
+    from epd_portable.vllm_plugin import compat, worker
 
+    if compat.version() < compat.ENCODE_ONLY_RUNNER:
+        pytest.skip("this vLLM has no runner without language model")
     own = resolve_name(ENCODE_RUNNER)
     if not hasattr(own, "input_tensor_semaphore"):
         pytest.skip("this vLLM's encode runner does not wait")
