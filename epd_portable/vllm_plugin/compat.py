@@ -379,9 +379,20 @@ def graceful_error() -> Any:
         return GracefulHTTPError
     from vllm.entrypoints.openai.engine.protocol import GenerationError
 
-    class StatusError(GenerationError):
+    return status_error(GenerationError)
+
+
+def status_error(base: type[Exception]) -> Any:
+    """Return a class over ``base`` with the attributes of vLLM's ``GracefulHTTPError``.
+
+    Args:
+        base: Class of errors whose ``status_code`` vLLM's handlers read.
+    """
+
+    class StatusError(base):  # type: ignore[misc,valid-type]
         def __init__(self, message: str, http_status: Any) -> None:
             super().__init__(message)
+            self.message = message
             self.status_code = self.http_status = http_status
 
     return StatusError

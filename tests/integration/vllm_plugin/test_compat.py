@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,17 @@ def config(**changes: Any) -> Any:
         (sections[section] if name else top)[name or section] = value
     built = {section: SimpleNamespace(**values) for section, values in sections.items()}
     return SimpleNamespace(**built, **top)
+
+
+def test_error_of_older_releases_has_the_fields_of_later_ones() -> None:
+    from vllm import exceptions
+
+    from epd_portable.vllm_plugin import compat
+
+    given = "every engine is full", HTTPStatus.TOO_MANY_REQUESTS
+    older = compat.status_error(exceptions.GenerationError)(*given)
+    assert vars(older).items() >= vars(exceptions.GracefulHTTPError(*given)).items()
+    assert older.status_code == HTTPStatus.TOO_MANY_REQUESTS
 
 
 def test_connector_hooks_take_arguments_added_by_newer_vllm() -> None:
