@@ -138,13 +138,21 @@ def fork() -> Iterator[Popen]:
 
 
 @contextmanager
-def serving(server: servers.Server) -> Iterator[servers.Server]:
-    """Start a server, and check at its end that it leaves no shared memory."""
-    with server:
-        try:
-            yield server
-        finally:
-            mapped = shared_memory_of(server.pid)
+def serving(server: servers.Server, *, ready: bool = True) -> Iterator[servers.Server]:
+    """Start a server, and check at its end that it leaves no shared memory.
+
+    Args:
+        server: What to start.
+        ready: Whether to wait until it is.
+    """
+    server.start()
+    try:
+        if ready:
+            server.wait_until_ready()
+        yield server
+    finally:
+        mapped = shared_memory_of(server.pid)
+        server.stop()
     wait_until(lambda: not any(path.exists() for path in mapped), "shared memory is removed")
 
 
@@ -202,7 +210,7 @@ def running(
 
 
 def reference(
-    folder: Path, popen: Popen, **engine_args: Any
+    folder: Path, popen: Popen, *, ready: bool = True, **engine_args: Any
 ) -> contextlib.AbstractContextManager[servers.Server]:
     """Return plain vLLM on the CPU with the engine arguments of the topology, and these."""
     args = load_topology(CONFIG, platform="cpu").engine_args | engine_args
@@ -215,15 +223,25 @@ def reference(
         env={"TORCH_COMPILE_DISABLE": "1"},
     )
     server.popen = popen
-    return serving(server)
+    return serving(server, ready=ready)
 
 
 @pytest.fixture(scope="session")
-def reference_url(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Plain vLLM in float32, started once for all modules; one with another dtype has its own."""
+def begun(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+    """Begin to start plain vLLM in float32, once for all modules, while a topology starts.
+
+    One with another dtype has its own.
+    """
     folder = tmp_path_factory.mktemp("reference")
-    with reference(folder, fork, dtype="float32", **VIDEOS) as server:
-        yield server.url
+    with reference(folder, fork, ready=False, dtype="float32", **VIDEOS) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def reference_url(begun: servers.Server) -> str:
+    """Wait for that vLLM; what starts a topology names `begun` before it."""
+    begun.wait_until_ready()
+    return begun.url
 
 
 @pytest.fixture(scope="module")

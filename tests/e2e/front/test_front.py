@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from epd_portable.demo import servers
 from epd_portable.demo.pictures import draw
 from tests import forked, pod
 from tests.e2e import flags
@@ -44,10 +45,12 @@ ENGINES = ("encode-0", "encode-1", "prefill_decode-0")
 
 
 @pytest.fixture(scope="module")
-def front(tmp_path_factory: pytest.TempPathFactory, fork: Popen) -> Iterator[Split]:
+def front(
+    tmp_path_factory: pytest.TempPathFactory, fork: Popen, begun: servers.Server
+) -> Iterator[Split]:
     """The front and one engine are started as users start them, and the others are forked.
 
-    In a container as Kubernetes runs one, where that is allowed.
+    In a container as Kubernetes runs one, where that is allowed; while the reference starts.
     """
     settings = ["engine_args.dtype=float32", "front.access_log=stderr"]
     settings += [f"engine_args.{key}={json.dumps(value)}" for key, value in VIDEOS.items()]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from epd_portable.demo import servers
 from tests.e2e.conftest import (
     CONFIG,
     ENGINE_MODULES,
@@ -59,19 +60,28 @@ def fork() -> Iterator[Popen]:
 
 
 @pytest.fixture(scope="session")
-def reference_url(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Plain vLLM in float32, started once for all modules."""
-    folder = tmp_path_factory.mktemp("reference")
-    with reference(folder, fork, dtype="float32", **VIDEOS) as server:
-        assert "device_config=cpu" in (folder / "reference.log").read_text()
-        yield server.url
-
-
-@pytest.fixture(scope="session")
 def npu_fork() -> Iterator[Popen]:
     """Start engines on simulated devices."""
     with forking(MODULES, DEVICES) as popen:
         yield popen
+
+
+@pytest.fixture(scope="session")
+def begun(
+    fork: Popen, npu_fork: Popen, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[servers.Server]:
+    """Begin to start plain vLLM in float32, once for all modules; `npu_fork` imports meanwhile."""
+    folder = tmp_path_factory.mktemp("reference")
+    with reference(folder, fork, ready=False, dtype="float32", **VIDEOS) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def reference_url(begun: servers.Server) -> str:
+    """Wait for that vLLM."""
+    begun.wait_until_ready()
+    assert "device_config=cpu" in begun.log.read_text()
+    return begun.url
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from epd_portable.demo import servers
 from tests.e2e.asking import ask, assert_equal, generating, picture
 from tests.e2e.cases import ASK, SINGLE
 from tests.e2e.conftest import ROOT, Pair
@@ -47,15 +48,16 @@ def pair(
     way: str,
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-    reference_url: str,
+    begun: servers.Server,
 ) -> Iterator[Pair]:
+    """A topology, which starts while its reference does."""
     second = way == "second runner"
     popen: Popen = request.getfixturevalue("interpreting" if second else "npu_fork")
     config, settings = ROOT / "configs" / "replicas.yaml", [*ONE, *WAYS[way]]
     env = INTERPRETED if second else None
     folder = tmp_path_factory.mktemp("overlap")
     with simulated(folder, settings, config=config, env=env, popen=popen) as split:
-        yield Pair(split=split, reference_url=reference_url)
+        yield Pair(split=split, reference_url=request.getfixturevalue("reference_url"))
 
 
 @pytest.mark.parametrize("content", SINGLE.values(), ids=SINGLE)
