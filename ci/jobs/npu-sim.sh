@@ -15,7 +15,7 @@ tests_of() { # What pytest is told for a part.
     case $1 in
     simulator) echo -p tests.conftest ci/ascend_sim/tests ;;
     devices)
-        echo tests/npu_sim/platform tests/npu_sim/test_over_vllm.py tests/npu_sim/launch tests/npu_sim/bench tests/devices \
+        echo tests/npu_sim/platform tests/npu_sim/launch tests/npu_sim/bench tests/devices \
             tests/npu_sim/transfer/test_ordering.py tests/npu_sim/transfer/test_queued.py \
             tests/npu_sim/transfer/test_computed.py tests/npu_sim/transfer/test_encode_stream.py
         ;;

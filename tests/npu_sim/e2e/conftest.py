@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from epd_portable.demo import servers
+from tests import forked
 from tests.e2e.conftest import (
     CONFIG,
     ENGINE_MODULES,
@@ -23,6 +24,7 @@ from tests.e2e.conftest import (
     running,
 )
 from tests.forked import Popen
+from tests.warm import Nursery
 
 # No graphs are simulated, and a simulated device is small; and slow, on a machine with other work.
 SIMULATED = (
@@ -60,10 +62,19 @@ def fork() -> Iterator[Popen]:
 
 
 @pytest.fixture(scope="session")
-def npu_fork() -> Iterator[Popen]:
+def npu_nursery() -> Iterator[Nursery]:
+    """Return what processes on simulated devices are forked from."""
+    nursery = forked.nursery(*MODULES, env=DEVICES)
+    try:
+        yield nursery
+    finally:
+        nursery.close()
+
+
+@pytest.fixture(scope="session")
+def npu_fork(npu_nursery: Nursery) -> Popen:
     """Start engines on simulated devices."""
-    with forking(MODULES, DEVICES) as popen:
-        yield popen
+    return forked.popen_of(npu_nursery)
 
 
 @pytest.fixture(scope="session")

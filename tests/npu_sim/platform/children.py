@@ -39,12 +39,6 @@ def nursery(**settings: str) -> Nursery:
     return Nursery(IMPORTS, **settings)
 
 
-@functools.cache
-def nursery_with_engine() -> Nursery:
-    """Return what processes are forked off that need vLLM and vllm-ascend as well."""
-    return Nursery("import torch, vllm_ascend.vllm_ascend_C, vllm_ascend.worker.model_runner_v1")
-
-
 def checked(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, f"exit status {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.npu_sim.platform.children import nursery_with_engine
+from tests.warm import Nursery
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 400.0
 
 
@@ -30,10 +30,10 @@ class Pair:
     ascend: str
     folder: str = ""
 
-    def run(self, code: str) -> subprocess.CompletedProcess[str]:
+    def run(self, code: str, nursery: Nursery) -> subprocess.CompletedProcess[str]:
         """Run code with these versions: in a fresh process if they are not the environment's."""
         if not self.folder:
-            return nursery_with_engine().finish(code, os.environ, DEADLINE_S)
+            return nursery.run("-c", code, timeout=DEADLINE_S)
         return subprocess.run(
             [sys.executable, "-c", code],
             cwd=ROOT,
@@ -71,9 +71,11 @@ SCHEDULERS = ["test_encoder_scheduler.py", "test_pd_scheduler.py"]
         pytest.param(NEWEST, ["test_second_runner.py"], id="second runner"),
     ],
 )
-def test_vllm_ascend_passes_the_tests_over_vllm(pair: Pair, files: list[str]) -> None:
+def test_vllm_ascend_passes_the_tests_over_vllm(
+    pair: Pair, files: list[str], npu_nursery: Nursery
+) -> None:
     tests = [f"tests/integration/vllm_plugin/{file}" for file in files]
     versions = [pair.vllm, pair.ascend]
-    result = pair.run(RUN_TESTS.format(files=tests, versions=versions))
+    result = pair.run(RUN_TESTS.format(files=tests, versions=versions), npu_nursery)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]
     assert " passed" in result.stdout
