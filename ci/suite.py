@@ -48,7 +48,7 @@ AT_ONCE, ENGINES_AT_ONCE = 5, 2
 """Pieces that run at once, and of these pieces that start engines."""
 SMALL_AT_ONCE, SMALL_ENGINES_AT_ONCE = 3, 1
 LARGE_BYTES = 14 << 30
-"""Memory of a machine from which on the larger numbers apply."""
+"""Memory from which on the larger numbers apply: two pieces with engines took 8 GB at most."""
 EXIT_CANNOT_START = 127
 SAYS_NOTHING_S = 60.0
 FAILURES = ("FAILED tests/", "ERROR tests/")
