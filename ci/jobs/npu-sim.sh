@@ -16,8 +16,7 @@ tests_of() { # What pytest is told for a part.
     simulator) echo -p tests.conftest ci/ascend_sim/tests ;;
     devices)
         echo tests/npu_sim/platform tests/npu_sim/launch tests/npu_sim/bench tests/devices \
-            tests/npu_sim/transfer/test_ordering.py tests/npu_sim/transfer/test_queued.py \
-            tests/npu_sim/transfer/test_computed.py tests/npu_sim/transfer/test_encode_stream.py
+            tests/npu_sim/transfer/test_ordering.py tests/npu_sim/transfer/test_queued.py tests/npu_sim/transfer/test_computed.py
         ;;
     contract) echo tests/contract -m needs_npu ;;
     transfer) echo tests/integration/transfer -m needs_npu ;;

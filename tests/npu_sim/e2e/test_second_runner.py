@@ -31,7 +31,6 @@ def settings(path: str, *, encode: str, prefill_decode: str) -> list[str]:
 
 
 def runners(split: Split) -> dict[str, int]:
-    """Return which runner each instance has."""
     return {event["instance"]: event["runner"] for event in split.events("model.loaded", since_s=0)}
 
 

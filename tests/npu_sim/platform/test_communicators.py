@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections import defaultdict
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from epd_portable.errors import PeerLostError, PlatformError, TransportTimeoutError
-from epd_portable.platforms.base import Platform
-from epd_portable.platforms.collectives import Rendezvous, RendezvousHost
-from epd_portable.platforms.npu import NpuPlatform
-from tests.contract.remote_ranks import RankProcess
 from tests.npu_sim.platform.children import run
 
 AMPLE_S = 60.0
-SHORT_S = 2.0
 ROUNDS = 20
 PROCESSES = 3
 GROUPS = 2 * (3 + ROUNDS)
@@ -100,47 +90,3 @@ def test_communicator_ignores_buffer_size_of_the_environment(
     for happened in found.values():
         assert [number for what, number in happened if what == "begun"] == [32] * groups
         assert [number for what, number in happened if what == "made"] == [2] * groups
-
-
-@pytest.fixture
-def host() -> Iterator[RendezvousHost]:
-    made = RendezvousHost()
-    yield made
-    made.close()
-
-
-def place(host: RendezvousHost, rank: int) -> Rendezvous:
-    return Rendezvous(host=host.host, port=host.port, name="pair", rank=rank)
-
-
-def test_group_times_out_while_another_group_is_made(npu: Platform, host: RendezvousHost) -> None:
-    turns = NpuPlatform.turns
-    assert turns is not None
-    with closing(RankProcess()) as other, ThreadPoolExecutor(1) as pool:
-        assert turns._lock.acquire(timeout=SHORT_S)
-        try:
-            far = pool.submit(
-                other.join, "npu", place(host, 1), index=1, timeout_s=SHORT_S + AMPLE_S
-            )
-            start_s = time.monotonic()
-            with pytest.raises(TransportTimeoutError, match="being made, one at a time, for all"):
-                npu.new_group(place(host, 0), index=0, timeout_s=SHORT_S)
-            assert SHORT_S <= time.monotonic() - start_s < AMPLE_S
-            # The other end does not wait for its own deadline, which is far away.
-            assert isinstance(far.exception(AMPLE_S / 2), PeerLostError)
-        finally:
-            turns._lock.release()
-
-
-def test_two_ranks_of_a_group_in_one_process_are_refused(
-    npu: Platform, host: RendezvousHost
-) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        joins = [
-            pool.submit(npu.new_group, place(host, rank), index=rank, timeout_s=AMPLE_S)
-            for rank in (0, 1)
-        ]
-    for join in joins:
-        with pytest.raises((PlatformError, PeerLostError)):
-            join.result()
-    assert any(isinstance(join.exception(), PlatformError) for join in joins)

@@ -66,6 +66,18 @@ assert npu.memory_info(1) == before
     )
 
 
+def test_full_device_raises_the_error_of_torch() -> None:
+    """Messages that follow from it are tested on the CPU."""
+    code = """
+import torch
+try:
+    torch.empty(128 << 20, dtype=torch.uint8, device="npu:1")
+except torch.OutOfMemoryError:
+    print("@@ full")
+"""
+    assert "@@ full" in run(code, ASCEND_SIM_MEM_MB="64")
+
+
 def test_memory_of_allocator_is_aligned_for_copies_and_for_slots(npu: Platform) -> None:
     held = [torch.empty(size, dtype=torch.uint8, device="npu:0") for size in (1, 65, 513, 4097)]
     for tensor in held:

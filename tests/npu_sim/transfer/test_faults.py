@@ -7,10 +7,8 @@ in bounded time, and those that are left serve the next item.
 
 from __future__ import annotations
 
-import os
 import re
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -110,9 +108,6 @@ def all_free(pd: PrefillSide) -> bool:
     return pd.free_bytes == pd.pool_bytes
 
 
-# -- leases --------------------------------------------------------------------------------------
-
-
 def test_slot_is_freed_after_a_producer_outlasts_its_lease(
     route: Route, encode: Encode, pd: PrefillSide, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -144,9 +139,6 @@ def test_slot_is_freed_after_a_producer_outlasts_its_lease(
         encode.said(),
     )
     assert_serves(encode, pd)
-
-
-# -- ends that are killed ------------------------------------------------------------------------
 
 
 def test_second_producer_serves_after_a_kill_of_the_first(
@@ -209,83 +201,6 @@ def test_killed_consumer_ends_its_own_transfer_only(
         assert "lost rank 0" in told or "is gone" in told
     assert_serves(encode, pd)
 
-
-# -- devices without room ------------------------------------------------------------------------
-
-SMALL_MB = 64
-TOO_LARGE = 2 * SMALL_MB << 20
-
-
-@pytest.fixture
-def small() -> Iterator[Child]:
-    """A process whose devices have little memory."""
-    with Child(ASCEND_SIM_MEM_MB=str(SMALL_MB)) as child:
-        do(child, "from epd_portable.config.instance import InstanceConfig")
-        do(child, "from epd_portable.transfer.copies import DeviceCopies")
-        do(child, "from epd_portable.transfer.pool import SharedMemory")
-        do(child, "from epd_portable.transfer.worker_endpoint import WorkerEndpoint")
-        do(child, "from epd_portable.items.placer import Placement, Placer, WorkerOrders")
-        do(child, "from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec")
-        do(child, "npu.set_device(1); copies = DeviceCopies(npu, 1)")
-        pool = f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        do(
-            child,
-            f"config = lambda **more: InstanceConfig(instance='pd', platform='npu', pool={pool!r},"
-            " **more)",
-        )
-        yield child
-    assert list(SHM_FOLDER.glob(f"{pool}*")) == []
-
-
-def test_pool_larger_than_the_device_is_refused_with_a_remedy(small: Child) -> None:
-    with within(SOON_S):
-        told = small.tell(f"WorkerEndpoint(config(path='ipc', pool_bytes={TOO_LARGE}), copies)")
-    assert told.startswith(
-        f"CapacityError: no space for {TOO_LARGE} bytes of encoder outputs on npu device 1, which "
-        "has "
-    )
-    assert told.endswith(
-        " free: lower transfer.pool_bytes or gpu_memory_utilization, or set transfer.path to shm "
-        "or tcp, which take host memory"
-    )
-    free = int(told.partition("which has ")[2].split()[0])
-    assert 0 < free <= SMALL_MB << 20
-    do(small, "end = WorkerEndpoint(config(path='ipc', pool_bytes=1 << 20), copies)")
-    do(small, "end.close()")
-
-
-def test_item_larger_than_free_memory_is_an_error_with_a_remedy(small: Child) -> None:
-    nbytes = 8 << 20
-    do(small, f"file = SharedMemory.create(config().pool, {nbytes})")
-    do(small, f"file.tensor(0, {nbytes}).fill_(7); None")
-    do(small, "placer = Placer(copies, WorkerEndpoint(config(path='shm'), copies))")
-    do(
-        small,
-        "orders = WorkerOrders(placements=[Placement(mm_hash='cat', in_device_memory=False, "
-        f"slot=SlotDescriptor(pool='', offset=0, nbytes={nbytes}, generation=1), "
-        f"tensor=TensorSpec(shape=({nbytes // 4}, 1), dtype='float32'))], computes=True)",
-    )
-    do(small, f"others = [torch.empty({nbytes}, dtype=torch.uint8, device='npu:1')]")
-    do(
-        small,
-        f"while npu.memory_info(1).free_bytes >= {nbytes}:\n    others.append(others[0].clone())",
-    )
-    do(small, "cache = {}")
-    with within(SOON_S):
-        told = small.tell("placer.carry_out(orders, cache)")
-    assert told.startswith(
-        f"CapacityError: no space for item cat of {nbytes} bytes ({nbytes} in this step) on npu "
-        "device 1, which has "
-    )
-    assert "lower gpu_memory_utilization" in told
-    assert small.tell("cache") == "{}"
-    do(small, "others.clear()")
-    do(small, "placer.carry_out(orders, cache)")
-    assert small.tell("cache['cat'].view(torch.uint8).eq(7).all().item()") == "True"
-    do(small, "file.unlink()")
-
-
-# -- an instance with two ranks ------------------------------------------------------------------
 
 THREE = {"ASCEND_SIM_DEVICES": "3"}
 

@@ -54,9 +54,6 @@ def slow_copies(copies: DeviceCopies) -> None:
         delay(torch.npu.current_stream(copies.device), DELAY_US)
 
 
-# -- the consumer: from the slot into the encoder cache ------------------------------------------
-
-
 class Instance:
     """The worker of a PD instance, with an item in its slab or in its pool's file."""
 
@@ -199,18 +196,13 @@ def read_late(instance: Instance) -> torch.Tensor:
     return read
 
 
-def test_item_memory_is_not_reused_before_its_readers_end(sound: Instance) -> None:
-    assert read_late(sound).eq(2).all()
-
-
-def test_memory_without_adoption_is_reused_too_early(
+def test_item_memory_is_not_reused_before_its_readers_end(
     sound: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert read_late(sound).eq(2).all()
     monkeypatch.setattr(NpuPlatform, "adopt", lambda *_: None)
-    assert not read_late(sound).eq(2).all()
+    assert not read_late(sound).eq(2).all(), "without adoption it is"
 
-
-# -- the producer: from the encoder into the slot ------------------------------------------------
 
 ROUTES = [Route(name, Pair("npu", "npu")) for name in ("ipc", "shm", "collective", "tcp")]
 
@@ -239,13 +231,13 @@ class Encoder:
         torch.npu.synchronize()
         self._write(copies.platform.record_event())
 
-    def arrives_whole(self, *, event_too_early: bool = False) -> bool:
+    def arrives_whole(self, *, event_too_early: bool = False, value: float = 2.0) -> bool:
         """Compute and write one item; tell whether its bytes arrived."""
         platform = self.copies.platform
         early = platform.record_event()
-        self._output.fill_(2.0)
+        self._output.fill_(value)
         slot = self._write(early if event_too_early else platform.record_event())
-        expected = digest(torch.full(SPEC.shape, 2.0))
+        expected = digest(torch.full(SPEC.shape, value))
         return self._consumer.digest(slot.offset, slot.nbytes) == expected
 
     def _write(self, computed: DeviceEvent) -> SlotDescriptor:
@@ -291,22 +283,13 @@ class Hasty(DeviceCopies):
         return super().queue(target, src, **{**options, "after": Passed()})
 
 
-def test_an_output_that_is_still_being_computed_arrives_whole(
-    make_encoder: MakeEncoder, slow_operators: None
-) -> None:
-    assert make_encoder(DeviceCopies).arrives_whole()
-
-
-def test_an_event_recorded_before_the_computation_is_seen(
-    make_encoder: MakeEncoder, slow_operators: None
-) -> None:
-    assert not make_encoder(DeviceCopies).arrives_whole(event_too_early=True)
-
-
-def test_copies_that_do_not_wait_for_the_computation_are_seen(
+def test_output_that_is_still_being_computed_arrives_whole(
     route: Route, make_encoder: MakeEncoder, slow_operators: None
 ) -> None:
-    # `collective` sends the output itself: that its own wait matters, the test above shows.
+    encoder = make_encoder(DeviceCopies)
+    assert encoder.arrives_whole()
+    assert not encoder.arrives_whole(event_too_early=True, value=3.0)
+    # `collective` sends the output itself, behind the event.
     assert make_encoder(Hasty).arrives_whole() == (route.path == "collective")
 
 
