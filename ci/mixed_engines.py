@@ -18,16 +18,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.demo import servers
 from epd_portable.launch.run.fronts import FrontClient
 from tests import published
 from tests.e2e.asking import Answer, ask, assert_equal, picture, text
+from tests.e2e.engines import wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "1e1pd.yaml"
@@ -38,7 +40,8 @@ ENGINE_ARGS: dict[str, Any] = {
     "limit_mm_per_prompt": {"video": 0},
 }
 MEETING_S = 120.0
-CONTENTS: tuple[list[dict[str, Any]], ...] = (
+Content: TypeAlias = list[dict[str, Any]] | str
+CONTENTS: tuple[Content, ...] = (
     [picture(1), text("What is in the image?")],
     [picture(2), text("and"), picture(3, 224), text("What is in each image?")],
 )
@@ -62,6 +65,11 @@ class Environment:
         )
         run = [self.python, "-c", code]
         return subprocess.run(run, check=True, capture_output=True, text=True).stdout.strip()
+
+    @cached_property
+    def release(self) -> str:
+        """Release of vLLM."""
+        return self.releases().rpartition(" ")[2]
 
 
 def as_published(config: dict[str, Any]) -> dict[str, Any]:
@@ -93,16 +101,20 @@ def build(folder: Path) -> Path:
     return model
 
 
-def reference(environment: Environment, model: Path, folder: Path) -> list[Answer]:
+def reference(
+    environment: Environment, model: Path, folder: Path, contents: Sequence[Content]
+) -> list[Answer]:
     """Return the responses of plain vLLM."""
     server = servers.one_process(
         str(model),
         log=folder / "reference.log",
         engine_args=ENGINE_ARGS,
+        # It would compile parts of its sampler within the first request.
+        env={"TORCH_COMPILE_DISABLE": "1"},
         popen=environment.popen,
     )
     with server:
-        return [ask(server.url, content) for content in CONTENTS]
+        return [ask(server.url, content) for content in contents]
 
 
 def launcher(
@@ -155,7 +167,11 @@ def transfer(
             def seen() -> list[dict[str, Any]]:
                 return asyncio.run(client.instances())
 
-            wait_until(lambda: all(each["state"] == "up" for each in seen()))
+            wait_until(
+                lambda: all(each["state"] == "up" for each in seen()),
+                "the instances are up",
+                within_s=MEETING_S,
+            )
             for each in seen():
                 if each["problem"]:
                     raise SystemExit(f"{each['name']}: {each['problem']}")
@@ -169,15 +185,6 @@ def greatest_difference(ours: Sequence[Answer], theirs: Sequence[Answer]) -> flo
     return max(abs(one.logprobs[0] - other.logprobs[0]) for one, other in pairs)
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Return as soon as a condition holds."""
-    deadline_s = time.monotonic() + MEETING_S
-    while not holds():
-        if time.monotonic() > deadline_s:
-            raise SystemExit(f"the instances are not up after {MEETING_S:g} s")
-        time.sleep(0.5)
-
-
 def main() -> None:
     """Run both ways; exit status 1 when an image is not transferred or a response differs."""
     here = Environment(sys.executable)
@@ -185,7 +192,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="epd-mixed-") as name:
         folder = Path(name)
         model = build(folder)
-        wanted = {each: reference(each, model, folder / each.releases()) for each in (here, other)}
+        wanted = {
+            each: reference(each, model, folder / each.releases(), CONTENTS)
+            for each in (here, other)
+        }
         apart = greatest_difference(*wanted.values())
         print(f"first log-probability, plain vLLM of both: {apart:.1e} apart", flush=True)
         for encode, decode in ((other, here), (here, other)):

