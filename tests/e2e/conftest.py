@@ -146,13 +146,14 @@ def serving(server: servers.Server, *, ready: bool = True) -> Iterator[servers.S
         ready: Whether to wait until it is.
     """
     server.start()
-    try:
-        if ready:
-            server.wait_until_ready()
-        yield server
-    finally:
-        mapped = shared_memory_of(server.pid)
-        server.stop()
+    with ExitStack() as ended:
+        ended.callback(server.stop)
+        try:
+            if ready:
+                server.wait_until_ready()
+            yield server
+        finally:
+            mapped = shared_memory_of(server.pid)
     wait_until(lambda: not any(path.exists() for path in mapped), "shared memory is removed")
 
 
