@@ -54,7 +54,7 @@ SMOKE = tuple(
     f"tests/integration/vllm_plugin/test_{name}.py"
     for name in (
         *("executor", "second_runner", "encoder_scheduler", "pd_scheduler", "items"),
-        "media_again",
+        "resets_and_pauses",
     )
 )
 """Tests that need no library of the release beyond those of ``.venv``."""

@@ -29,6 +29,7 @@ from epd_portable.front.server import Front
 from epd_portable.responses import MAX_HEAD_BYTES
 from tests.certificates import make_certificate, served_certificate
 from tests.integration.front.played_front import Engine, within
+from tests.kit.ambiguous import AMBIGUOUS, POST, SMUGGLED
 
 DEADLINE_S = 60.0
 GO_ON, BEGUN = asyncio.Event(), asyncio.Event()
@@ -104,42 +105,12 @@ async def exchange(port: int, *pieces: bytes, ends: bool = True) -> bytes:
     return b""
 
 
-POST = b"POST /a HTTP/1.1\r\nhost: x\r\n"
 CHUNKS = b"3\r\nabc\r\n0\r\n\r\n"
-AMBIGUOUS = {
-    "two lengths": POST + b"content-length: 1\r\ncontent-length: 2\r\n\r\nab",
-    "length and chunks": POST + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-    "chunks and length": POST + b"transfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n0\r\n\r\n",
-    "negative length": POST + b"content-length: -1\r\n\r\n",
-    "signed length": POST + b"content-length: +1\r\n\r\na",
-    "hexadecimal length": POST + b"content-length: 0x1\r\n\r\na",
-    "list of lengths": POST + b"content-length: 1, 1\r\n\r\na",
-    "chunks not last": POST + b"transfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n",
-    "invalid chunk size": POST + b"transfer-encoding: chunked\r\n\r\nz\r\n",
-    "negative chunk size": POST + b"transfer-encoding: chunked\r\n\r\n-1\r\n",
-    "large chunk size": POST + b"transfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
-    "chunk without an end": POST + b"transfer-encoding: chunked\r\n\r\n1\r\nabc\r\n0\r\n\r\n",
-    "space before colon": POST + b"content-length : 1\r\n\r\na",
-    "folded header": POST + b"x: y\r\n content-length: 1\r\n\r\n",
-    "bare line feed": b"POST /a HTTP/1.1\nhost: x\ncontent-length: 1\n\na",
-    "null in a header": POST + b"x: a\0b\r\n\r\n",
-    "size by a hexadecimal prefix": POST
-    + b"transfer-encoding: chunked\r\n\r\n0x1\r\na\r\n0\r\n\r\n",
-    "chunks by another name": POST + b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n",
-    "chunks twice": POST + b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n",
-    "vertical tab in a length": POST + b"content-length: \v1\r\n\r\na",
-    "two hosts in a line": b"POST http://a/ http://b/ HTTP/1.1\r\nhost: x\r\n\r\n",
-    "carriage return alone": POST + b"x: y\rcontent-length: 4\r\n\r\n",
-    "no method": b"\0\1\2\r\n\r\n",
-    "other version": b"GET /a HTTP/9.9\r\n\r\n",
-    "version 2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-}
 
 
 async def test_ambiguous_request_smuggles_no_second_request(port: int) -> None:
     for name, data in AMBIGUOUS.items():
-        smuggled = b"GET /smuggled HTTP/1.1\r\nhost: x\r\n\r\n"
-        got = await exchange(port, data + smuggled)
+        got = await exchange(port, data + SMUGGLED)
         assert b"smuggled" not in got, (name, got)
         assert got.startswith(b"HTTP/1.1 400"), (name, got)
 

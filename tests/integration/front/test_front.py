@@ -224,14 +224,6 @@ async def test_without_an_encoder_beside_them_it_is_refused(make: Make) -> None:
     assert front.is_empty()
 
 
-async def test_full_encoders_get_nothing_more(make: Make) -> None:
-    front = make("e-0", "pd-0")
-    await front.ask("a", "b")
-    await front.ask("c", name="s")
-    assert len(front.engines["e-0"].requests) == 2
-    assert "pixel_values" in front.engines["pd-0"].last.mm_features[0].data
-
-
 async def test_a_request_moves_to_the_engine_that_is_left(make: Make) -> None:
     front = make("e-0", "pd-0", "pd-1")
     await front.ask("a")

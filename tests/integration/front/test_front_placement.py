@@ -85,21 +85,6 @@ async def test_small_item_is_encoded_where_it_is_needed(
     assert len(bare.jobs("e-0")) == 1
 
 
-async def test_prompt_goes_to_the_engine_with_its_beginning(make: Make) -> None:
-    front = make(
-        "pd-0", "pd-1", choice=configured("prefix-cache-scorer", decode={"prefix-cache-scorer": 1})
-    )
-    asked = {}
-    for number in range(6):
-        for name, first in (("a", 1000), ("b", 9000)):
-            core = request(f"{name}{number}", "")
-            core.prompt_token_ids = list(range(first, first + 300 + 64 * number))
-            await front.client.add_request_async(core)
-            await settle()
-            asked.setdefault(name, set()).add(having(front, core.request_id))
-    assert [len(each) for each in asked.values()] == [1, 1]
-
-
 async def test_engine_that_reports_a_queue_gets_less(make: Make) -> None:
     plugins = ("queue-scorer", "kv-cache-utilization-scorer")
     choice = configured(*plugins, decode={"queue-scorer": 2, "kv-cache-utilization-scorer": 1})

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import zmq
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, values
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import EngineCoreRequestType
@@ -335,10 +335,11 @@ async def test_the_page_of_one_server_adds_up_what_all_see(
     front: Front, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    values.MultiProcessValue()("counter", "a_total", "a_total", (), (), "").inc(2)
     first, second = (each.engines.by_name["e-0"].instance for each in front.servers)
     with first.in_flight(), second.in_flight(), second.in_flight():
         page = (await front.servers[0].engines.page()).decode()
-    assert total(page, "epd_front_instance_in_flight") == 3
+    assert [total(page, each) for each in ("epd_front_instance_in_flight", "a_total")] == [3, 2]
 
 
 async def test_engine_with_invalid_outputs_is_rejected_and_logged(

@@ -87,22 +87,18 @@ async def test_stored_item_costs_no_encode_job(front: Stored, section: StoreSect
     assert played.is_empty()
 
 
-async def test_held_item_is_not_looked_up(front: Stored, section: StoreSection) -> None:
+@pytest.mark.parametrize("reset", [False, True])
+async def test_held_item_is_looked_up_after_a_reset_only(
+    front: Stored, section: StoreSection, reset: bool
+) -> None:
     played = front("e-0", "pd-0")
     keep(played, section, "a")
     await played.tells("pd-0", a=True)
+    if reset:
+        await played.client.call_utility_async("reset_encoder_cache")
     (transfer,) = (await ask(played, "a"))["transfers"]
-    assert (transfer["on_demand"], transfer["store"]) == (True, "")
-    assert looked_up(played, "hit") == 0
-
-
-async def test_item_of_before_a_reset_is_looked_up(front: Stored, section: StoreSection) -> None:
-    played = front("e-0", "pd-0")
-    keep(played, section, "a")
-    await played.tells("pd-0", a=True)
-    await played.client.call_utility_async("reset_encoder_cache")
-    (transfer,) = (await ask(played, "a"))["transfers"]
-    assert transfer["store"] and not transfer["on_demand"]
+    assert (transfer["on_demand"], bool(transfer["store"])) == (not reset, reset)
+    assert looked_up(played, "hit") == reset
 
 
 async def test_entry_that_is_not_loaded_is_encoded(front: Stored, section: StoreSection) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 import torch
 import zmq
 import zmq.asyncio
+from prometheus_client import CollectorRegistry
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFeatureSpec,
@@ -36,6 +37,7 @@ from epd_portable.front import peers as peers_module
 from epd_portable.front.client import SplitClient
 from epd_portable.front.engines import EngineSettings, FrontEngine
 from epd_portable.front.exchange import FrontExchange, GracefulHTTPError, exchange
+from epd_portable.front.http import FrontMiddleware
 from epd_portable.transfer.curve import CurveGate, read_keys, secure_client
 from epd_portable.transfer.stores.lookup import StoredItem
 from epd_portable.vllm_plugin.agreement import kv_form
@@ -284,6 +286,22 @@ def raw() -> Iterator[Callable[..., Raw]]:
         each.close()
 
 
+Meet = Callable[..., Awaitable[tuple[Elsewhere, Raw]]]
+
+
+@pytest.fixture
+def meet(front: Callable[..., SplitClient], elsewhere: Begin, raw: Callable[..., Raw]) -> Meet:
+    """Return what starts an engine elsewhere, and a front that it has heard of."""
+    front()  # Makes the secret.
+
+    async def begin(role: Role = "encode", **settings: Any) -> tuple[Elsewhere, Raw]:
+        sender = raw(far := elsewhere(role, **settings))
+        await sender.beat()
+        return far, sender
+
+    return begin
+
+
 # -- a front and an engine elsewhere --------------------------------------------------------------
 
 
@@ -323,11 +341,9 @@ async def test_remote_engine_gets_the_item_as_it_is(
     assert not client._open["r"].awaited
 
 
-async def test_pixels_of_a_still_image_are_sent_once(
-    config: Any, elsewhere: Begin, raw: Any, front: Any
-) -> None:
-    front()  # Makes the secret.
-    job, data = raw(elsewhere()).job(config, "A")
+async def test_pixels_of_a_still_image_are_sent_once(config: Any, meet: Meet) -> None:
+    _, sender = await meet()
+    job, data = sender.job(config, "A")
     assert len(data) < 64 * 1176 * 0.6
     assert sorted(each.repeats for each in job.tensors) == [1, 1, 2]
 
@@ -425,9 +441,8 @@ def as_other_version(message: Any) -> bytes:
     return msgspec.msgpack.encode([OTHER, *msgspec.msgpack.decode(jobs.encode(message, "x"))[1:]])
 
 
-async def test_other_version_is_refused_by_hub(elsewhere: Begin, raw: Any, front: Any) -> None:
-    front()
-    sender = raw(elsewhere())
+async def test_other_version_is_refused_by_hub(meet: Meet) -> None:
+    _, sender = await meet()
     await sender.socket.send(as_other_version(jobs.Beat(front="x")))
     refused = await sender.next()
     assert isinstance(refused, jobs.VersionRefused)
@@ -754,13 +769,8 @@ def bare(item: MultiModalFeatureSpec) -> MultiModalFeatureSpec:
     return replace(item, data=data)
 
 
-async def test_bad_jobs_never_reach_the_engine(
-    config: Any, elsewhere: Begin, raw: Any, front: Any
-) -> None:
-    front()
-    far = elsewhere("encode-prefill")
-    sender = raw(far)
-    await sender.beat()
+async def test_bad_jobs_never_reach_the_engine(config: Any, meet: Meet) -> None:
+    far, sender = await meet("encode-prefill")
     for what, (bad, said) in spoiled(sender, config).items():
         await sender.send_job(*bad)
         failed = await sender.next()
@@ -778,12 +788,8 @@ async def test_bad_jobs_never_reach_the_engine(
 
 
 @pytest.mark.parametrize("role", ["encode", "prefill"])
-async def test_job_of_another_role_is_refused(
-    config: Any, elsewhere: Begin, raw: Any, front: Any, role: Role
-) -> None:
-    front()
-    sender = raw(elsewhere(role))
-    await sender.beat()
+async def test_job_of_another_role_is_refused(config: Any, meet: Meet, role: Role) -> None:
+    _, sender = await meet(role)
     made = sender.job(config, "A") if role == "prefill" else sender.prefill_job(config, "A")
     await sender.send_job(*made)
     assert f"has the role {role}" in (await sender.next()).reason
@@ -805,13 +811,8 @@ async def test_items_of_a_store_are_not_sent_to_remote_engines(
     assert "ec_transfer_params" not in extra_of(far.core.last)
 
 
-async def test_job_larger_than_all_that_may_wait_is_refused(
-    config: Any, elsewhere: Begin, raw: Any, front: Any
-) -> None:
-    front()
-    far = elsewhere(max_queued_bytes=1000)
-    sender = raw(far)
-    await sender.beat()
+async def test_job_larger_than_all_that_may_wait_is_refused(config: Any, meet: Meet) -> None:
+    _, sender = await meet(max_queued_bytes=1000)
     await sender.send_job(*sender.job(config, "A"))
     assert "at most 1000" in (await sender.next()).reason
 
@@ -885,10 +886,6 @@ async def test_messages_of_a_front_without_a_key_are_not_read(elsewhere: Begin, 
 
 @pytest.fixture
 def http(front: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    from prometheus_client import CollectorRegistry
-
-    from epd_portable.front.http import FrontMiddleware
-
     monkeypatch.setattr("epd_portable.front.http.REGISTRY", CollectorRegistry())
     client = front()
 

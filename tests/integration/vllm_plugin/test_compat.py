@@ -1,4 +1,4 @@
-"""Differences between versions of vLLM, and requests that the plug-in refuses."""
+"""Differences between versions of vLLM and between processors; refused configurations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import ModelConfig
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
+from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from epd_portable.demo import MODEL_DIR
 from epd_portable.errors import EngineError
 from epd_portable.launch.plan.engine import SCHEDULER_CLS
 from epd_portable.platforms import registry
+from epd_portable.vllm_plugin import compat, ec_connector
+from tests import warm
 
 
 def config(**changes: Any) -> Any:
@@ -53,10 +58,6 @@ def test_error_of_older_releases_has_the_fields_of_later_ones() -> None:
 
 
 def test_connector_hooks_take_arguments_added_by_newer_vllm() -> None:
-    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
-
-    from epd_portable.vllm_plugin import ec_connector
-
     theirs = {name for name, found in vars(ECConnectorBase).items() if inspect.isfunction(found)}
     hooks = {
         f"{half.__name__}.{name}": getattr(half, name)
@@ -74,8 +75,6 @@ def test_connector_hooks_take_arguments_added_by_newer_vllm() -> None:
 
 
 def test_supported_configuration_is_accepted() -> None:
-    from epd_portable.vllm_plugin import compat
-
     compat.check_supported(config())
     compat.check_supported(
         config(
@@ -107,8 +106,6 @@ def test_supported_configuration_is_accepted() -> None:
 def test_unsupported_configuration_is_refused_with_the_remedy(
     changes: dict[str, Any], why: str
 ) -> None:
-    from epd_portable.vllm_plugin import compat
-
     with pytest.raises(EngineError, match=why):
         compat.check_supported(config(**changes))
 
@@ -116,8 +113,6 @@ def test_unsupported_configuration_is_refused_with_the_remedy(
 def test_second_model_runner_is_refused_where_it_has_no_hooks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from epd_portable.vllm_plugin import compat
-
     compat.check_supported(config(use_v2_model_runner=True))
     monkeypatch.setattr(compat, "version", lambda: (0, 27))
     compat.check_supported(config())
@@ -128,8 +123,6 @@ def test_second_model_runner_is_refused_where_it_has_no_hooks(
 def test_instance_without_encoder_is_refused_for_items_by_media(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from epd_portable.vllm_plugin import compat
-
     compat.check_metadata()
     monkeypatch.setattr(compat, "version", lambda: (0, 30))
     with pytest.raises(EngineError, match=r"encoder needs 0\.31 or later; set instances"):
@@ -137,8 +130,6 @@ def test_instance_without_encoder_is_refused_for_items_by_media(
 
 
 def test_a_dtype_that_the_device_does_not_compute_in_is_refused() -> None:
-    from epd_portable.vllm_plugin import compat
-
     cpu = registry.get("cpu")
     compat.check_dtype(config(), cpu)
     with pytest.raises(EngineError, match=r"cpu device does not compute in torch\.float64: set"):
@@ -147,8 +138,6 @@ def test_a_dtype_that_the_device_does_not_compute_in_is_refused() -> None:
 
 def widths(hf_config: Any, measured: dict[str, int] | None = None) -> dict[str, int]:
     """Return the width by modality of a model whose hidden size is 64."""
-    from epd_portable.vllm_plugin import compat
-
     transfer = SimpleNamespace(mm_encoder_output_widths=measured or {})
     model = SimpleNamespace(hf_config=hf_config, get_inputs_embeds_size=lambda: 64)
     engine: Any = SimpleNamespace(ec_transfer_config=transfer, model_config=model)
@@ -174,11 +163,6 @@ def test_deepstack_levels_are_of_images_and_not_of_audio() -> None:
 
 def test_width_is_measured_with_small_items_for_any_model() -> None:
     """Each patch is 14 pixels wide, and four of them are one embedding."""
-    from vllm.config import ModelConfig
-    from vllm.multimodal import MULTIMODAL_REGISTRY
-
-    from epd_portable.vllm_plugin import compat
-
     model = ModelConfig(
         model=str(MODEL_DIR),
         mm_processor_kwargs={"max_pixels": 1_000_000},
@@ -201,3 +185,22 @@ def test_width_is_measured_with_small_items_for_any_model() -> None:
     }
     end()
     assert {modality: patches(modality) for modality in ("image", "video")} == largest
+
+
+# arch_prctl(ARCH_GET_XCOMP_PERM) of Linux 5.16; the bit is XFEATURE_XTILEDATA.
+AMX = """
+import ctypes
+from epd_portable.vllm_plugin.worker import _permit_amx
+permitted, call = ctypes.c_uint64(), ctypes.CDLL(None).syscall
+def has_tiles():
+    return call(158, 0x1022, ctypes.byref(permitted)) == 0 and bool(permitted.value >> 18 & 1)
+before = has_tiles()
+_permit_amx()
+print(before, has_tiles())
+"""
+
+
+def test_worker_is_permitted_amx_before_its_first_step() -> None:
+    done = warm.over_vllm().run("-c", AMX, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-2:] == ["False", str(torch.cpu._is_amx_tile_supported())]

@@ -9,11 +9,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ECConnectorOutput, make_empty_encoder_model_runner_output
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.demo import MODEL_DIR
 from epd_portable.launch.plan.engine import CONNECTOR, ROLE_ARGS, SCHEDULER_CLS
 from epd_portable.vllm_plugin.reports import to_names
+from epd_portable.vllm_plugin.scheduler import make_scheduler
 from epd_portable.wire.params import EncodeParams, EncodeTransfer, to_params
 from tests.keyring import secret, secret_file
 
@@ -27,8 +35,6 @@ def vllm_config() -> Any:
 
 def config_on(platform: str, step_tokens: int = LIMIT, **instance: Any) -> Any:
     """Return the configuration of an encode instance there."""
-    from vllm.engine.arg_utils import EngineArgs
-
     config = EngineArgs(
         model=str(MODEL_DIR),
         max_model_len=4096,
@@ -57,11 +63,6 @@ class Engine:
     """Steps a scheduler as vLLM's engine core does; nothing is computed."""
 
     def __init__(self, config: Any) -> None:
-        from vllm.v1.kv_cache_interface import KVCacheConfig
-        from vllm.v1.structured_output import StructuredOutputManager
-
-        from epd_portable.vllm_plugin.scheduler import make_scheduler
-
         # As the engine core does for a model without KV cache.
         config.scheduler_config.enable_chunked_prefill = False
         self.scheduler = make_scheduler(
@@ -82,10 +83,6 @@ class Engine:
         self, request_id: str, *items: tuple[str, int], text: int = 2, to: str = "tcp://pd"
     ) -> None:
         """Add a request for one consumer: each item stands behind some tokens of text."""
-        from vllm import SamplingParams
-        from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-        from vllm.v1.request import Request
-
         features, offset = [], text
         for mm_hash, size in items:
             place = PlaceholderRange(offset=offset, length=size)
@@ -134,8 +131,6 @@ class Engine:
             missing: Item of which it reports that it is not there.
             room_bytes: What it reports that the encoder cache may fill.
         """
-        from vllm.v1.outputs import ECConnectorOutput, make_empty_encoder_model_runner_output
-
         planned = self.scheduler.schedule()
         self.rests = planned.ec_connector_metadata.rests
         self.number = planned.ec_connector_metadata.step
@@ -319,8 +314,6 @@ def test_item_larger_than_a_step_fails_its_own_request_only(engine: Engine) -> N
 
 
 def test_requests_aborted_while_they_wait_or_go_on_leave_nothing(engine: Engine) -> None:
-    from vllm.v1.request import RequestStatus
-
     engine.arrive("a", ("film", 600), text=500)
     engine.arrive("b", ("cat", 600))
     engine.arrive("c", ("dog", 600))

@@ -1,18 +1,24 @@
-"""Overrides of vLLM's methods take arguments of later releases, and pass them on to vLLM."""
+"""Arguments of vLLM: overrides pass on those of later releases, shipped files give known ones."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import pkgutil
 import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from epd_portable.config.load import PLATFORMS, load_topology
+from epd_portable.config.roles import ROLES
 
 PLUGIN = "epd_portable.vllm_plugin"
 FIRST = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
@@ -130,3 +136,20 @@ def test_scheduler_passes_later_arguments_to_vllm(monkeypatch: pytest.MonkeyPatc
     one.ec_connector = SimpleNamespace(request_arrived=lambda request: None)
     one.add_request("request", "second", later=True)
     assert given == [(("request", "second"), {"later": True})]
+
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+
+def arguments() -> Iterator[tuple[str, Any]]:
+    for path in CONFIGS.glob("*.yaml"):
+        for platform in PLATFORMS:
+            topology = load_topology(path, platform)
+            for group in (topology, *map(topology.instances.of, ROLES)):
+                yield from group.engine_args.items()
+
+
+def test_engine_arguments_of_shipped_files_exist() -> None:
+    known = {each.name for each in dataclasses.fields(AsyncEngineArgs)}
+    found = {name for name, _ in arguments()}
+    assert {"max_model_len", "kv_cache_memory_bytes"} <= found <= known

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from epd_portable.media.limits import MediaLimits
+from epd_portable.vllm_plugin import media_bounds
+from epd_portable.vllm_plugin.media_bounds import IMAGE_FORMATS
 from tests import warm
 
 GOOD = ("good PNG", "good MP4", "good PNG at last")
@@ -86,8 +88,6 @@ def test_images_of_each_format_are_read_as_by_plain_vllm() -> None:
 
 
 def test_formats_of_pillow_and_vllm_are_tried() -> None:
-    from epd_portable.vllm_plugin.media_bounds import IMAGE_FORMATS
-
     read = {each["name"].split()[0] for each in formats() if each["plain"] != "refused"}
     assert read >= IMAGE_FORMATS | {"MPO"}
     refused = {each["name"].split()[0] for each in formats() if each["plain"] == "refused"}
@@ -99,8 +99,6 @@ def test_the_process_goes_on_with_files_within_its_limits() -> None:
 
 
 def test_request_has_a_media_budget_of_its_own() -> None:
-    from epd_portable.vllm_plugin import media_bounds
-
     seen: list[media_bounds.RequestBudget | None] = []
     for _ in range(2):
         media_bounds.begin_request(MediaLimits(max_request_pixels=10))

@@ -6,6 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
+
+from epd_portable.vllm_plugin.oldest import completed
 
 
 class Scheduler:
@@ -47,8 +50,6 @@ def request(name: str, outcome: dict[str, Any] | None = None) -> Any:
 
 @pytest.fixture
 def scheduler() -> Any:
-    from epd_portable.vllm_plugin.oldest import completed
-
     return completed(Scheduler)()
 
 
@@ -73,8 +74,6 @@ def test_connectors_final_params_go_into_the_response(
 
 
 def test_request_with_a_grammar_error_fails_once(scheduler: Any) -> None:
-    from vllm.v1.request import RequestStatus
-
     scheduler.requests = {"a": request("a"), "b": request("b")}
     scheduler.grammar_compile_error_reqs.update({"a", "gone"})
     outputs = scheduler.update_from_output(None, None)

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed import parallel_state
+from vllm.multimodal import utils
+from vllm.utils.torch_utils import current_stream
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.encode.background import BackgroundEncoder, StepEncoder
@@ -19,6 +22,13 @@ from epd_portable.platforms.base import DeviceEvent
 from epd_portable.platforms.cpu import CpuPlatform, PassedEvent
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.transfer.copies import DeviceCopies
+from epd_portable.vllm_plugin import worker
+from epd_portable.vllm_plugin.overlap import (
+    captured_apart,
+    encoder_measured,
+    make_encoder,
+    overlap_of,
+)
 
 
 def engine(*, ranks: int = 1, second: bool = False, mode: str = "weights", **more: Any) -> Any:
@@ -70,8 +80,6 @@ def test_overlap_depends_on_platform_ranks_and_priority(
     forced: str,
     expected: str,
 ) -> None:
-    from epd_portable.vllm_plugin.overlap import overlap_of
-
     monkeypatch.setenv("EPD_ENCODE_OVERLAP", forced)
     assert overlap_of(engine(**engine_args), instance(platform, **more)) == expected
 
@@ -134,8 +142,6 @@ class Model(torch.nn.Module):
 def test_encoder_stops_before_blocks_of_encoder_only(
     device: Device, overlap: Any, kind: type, raised: bool
 ) -> None:
-    from epd_portable.vllm_plugin.overlap import make_encoder
-
     model = Model()
     runner = SimpleNamespace(get_model=lambda: model, device=torch.device("cpu"))
     copies = DeviceCopies(device, 0)
@@ -153,8 +159,6 @@ def test_encoder_stops_before_blocks_of_encoder_only(
 
 
 def test_compiled_encoder_has_no_hooks(device: Device) -> None:
-    from epd_portable.vllm_plugin.overlap import make_encoder
-
     model = Model()
     runner = SimpleNamespace(get_model=lambda: model, device=torch.device("cpu"))
     copies = DeviceCopies(device, 0)
@@ -194,10 +198,6 @@ def test_graph_of_encoder_is_replayed_on_its_stream(
     expected: str,
     second: bool,
 ) -> None:
-    from vllm.multimodal import utils
-
-    from epd_portable.vllm_plugin.overlap import make_encoder
-
     batches = [(modality, 1, {})]
     monkeypatch.setattr(utils, "group_and_batch_mm_kwargs", lambda *_, **__: batches)
     model, graphs = Model(), Graphs()
@@ -229,8 +229,6 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_peak_of_encoder_is_measured_without_steps(allocated: list[int]) -> None:
-    from epd_portable.vllm_plugin.overlap import encoder_measured
-
     model = Model()
 
     def encode(**arguments: Any) -> Any:
@@ -250,11 +248,7 @@ def test_peak_of_encoder_is_measured_without_steps(allocated: list[int]) -> None
 def test_graphs_of_steps_and_encoder_have_own_streams(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.distributed import parallel_state
-    from vllm.utils.torch_utils import current_stream
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
-
-    from epd_portable.vllm_plugin.overlap import captured_apart
 
     waits: list[str] = []
 
@@ -291,8 +285,6 @@ class WorkerOfPlatform:
         return 1 << 30
 
     def compile_or_warm_up_model(self) -> str:
-        from vllm.distributed import parallel_state
-
         self.captured = (parallel_state.GraphCaptureContext,)
         return "warm"
 
@@ -315,10 +307,6 @@ def test_worker_leaves_memory_to_the_encoder(
     kv_bytes: int | None,
     left: int,
 ) -> None:
-    from vllm.distributed import parallel_state
-
-    from epd_portable.vllm_plugin import worker
-
     monkeypatch.setattr(worker, "get_ec_transfer", lambda: SimpleNamespace(overlap=overlap))
     monkeypatch.setattr(worker.registry, "get", lambda _: device)
     kind = type("Made", (worker._WorkerMixin, WorkerOfPlatform), {"_traits": TRAITS["npu"]})

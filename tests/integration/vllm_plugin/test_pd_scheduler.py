@@ -13,9 +13,23 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldConfig,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.outputs import ECConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
 
 from epd_portable.platforms.traits import TRAITS
+from epd_portable.vllm_plugin import compat, executor
 from epd_portable.vllm_plugin.reports import to_names
+from epd_portable.vllm_plugin.requests import take_params
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams, to_params
 from tests.kit.engine import pool_bytes
 from tests.kit.side import Side
@@ -69,15 +83,6 @@ class Engine:
         Its KV may be elsewhere, or a client may have sent a value of another type in that place;
         and it may be a part of a session.
         """
-        from vllm import SamplingParams
-        from vllm.multimodal.inputs import (
-            MultiModalFeatureSpec,
-            MultiModalFieldConfig,
-            MultiModalKwargsItem,
-            PlaceholderRange,
-        )
-        from vllm.v1.request import Request
-
         fields = {"image_grid_thw": torch.tensor([[1, 8, 8]])}
         if pixels:
             fields["pixel_values"] = torch.zeros(1, 64, 8)
@@ -115,8 +120,6 @@ class Engine:
 
     def step(self) -> dict[str, int]:
         """Run one step; return the number of tokens that each request computed."""
-        from vllm.v1.outputs import ECConnectorOutput, ModelRunnerOutput
-
         self.side.engine.take_in()
         planned = self.scheduler.schedule()
         for request_id, indices in planned.scheduled_encoder_inputs.items():
@@ -172,18 +175,11 @@ def engine_beside() -> Iterator[Engine]:
 
 @pytest.fixture
 def takes_bare_items() -> None:
-    from epd_portable.vllm_plugin import compat
-
     if compat.version() < compat.HAS_METADATA:
         pytest.skip("this vLLM takes no item without its media")
 
 
 def test_empty_step_is_not_sent_when_drafts_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.config import VllmConfig
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-
-    from epd_portable.vllm_plugin import executor
-
     sent: list[Any] = []
     monkeypatch.setattr(MultiprocExecutor, "execute_model", lambda _, step, **__: sent.append(step))
     monkeypatch.setattr(MultiprocExecutor, "shutdown", lambda _: None)
@@ -251,8 +247,6 @@ def test_request_without_media_and_transfer_fails_alone(engine: Engine) -> None:
 
 
 def test_front_has_reason_before_end_of_request_beyond_pool() -> None:
-    from epd_portable.vllm_plugin.requests import take_params
-
     engine = Engine(pool=1)
     engine.arrive("r", pixels=True, transfer=True)
     engine.step()
@@ -325,8 +319,6 @@ class Turns:
     """vLLM's engine loop itself around an `Engine`: what it does in a turn, in its order."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        from vllm.v1.engine.core import EngineCoreProc
-
         class Core(EngineCoreProc):  # type: ignore[misc]
             def __init__(self) -> None:
                 self.scheduler = engine.scheduler

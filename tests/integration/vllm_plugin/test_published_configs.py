@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import ModelConfig
 
 from epd_portable.vllm_plugin import agreement
 from tests import published
@@ -23,8 +24,6 @@ FINGERPRINTS = {
 
 @pytest.mark.parametrize("name", published.NAMES)
 def test_fingerprint_is_that_of_other_releases(name: str) -> None:
-    from vllm.config import ModelConfig
-
     folder = str(published.FOLDER / name)
     model: Any = ModelConfig(
         model=folder,

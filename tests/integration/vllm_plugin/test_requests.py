@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import ModelConfig
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldConfig,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 
 from epd_portable.demo import MODEL_DIR
+from epd_portable.vllm_plugin.requests import ItemMetadata
 
 
 def make_metadata() -> Any:
-    from vllm.config import ModelConfig
-
-    from epd_portable.vllm_plugin.requests import ItemMetadata
-
     config = ModelConfig(model=str(MODEL_DIR), dtype="float32", max_model_len=256)
     return ItemMetadata(SimpleNamespace(model_config=config))  # type: ignore[arg-type]
 
@@ -27,13 +32,6 @@ def metadata() -> Any:
 
 def feature(name: str = "cat", modality: str = "image", **fields: Any) -> Any:
     """An item of the engine with these tensors; positions are computed from those named grid."""
-    from vllm.multimodal.inputs import (
-        MultiModalFeatureSpec,
-        MultiModalFieldConfig,
-        MultiModalKwargsItem,
-        PlaceholderRange,
-    )
-
     data = None
     if fields:
         elements = {
@@ -70,8 +68,6 @@ def test_image_without_media_is_its_grid(metadata: Any) -> None:
 
 
 def test_model_is_asked_at_the_start_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.multimodal import MULTIMODAL_REGISTRY
-
     metadata = make_metadata()
 
     def refuse(*args: Any, **kwargs: Any) -> None:

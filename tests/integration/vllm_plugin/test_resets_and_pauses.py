@@ -1,9 +1,13 @@
-"""Resets of encoder caches, and pauses, over vLLM's real schedulers."""
+"""Resets of encoder caches, pauses and preemption, over vLLM's real schedulers."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
+import pytest
+from vllm.v1.request import RequestStatus
+
+from epd_portable.vllm_plugin import compat
 from tests.kit.side import Side, bare, media
 
 
@@ -82,8 +86,6 @@ def test_item_in_the_background_is_encoded_again_after_a_reset(turns: int) -> No
 
 
 def test_pause_that_aborts_returns_jobs_of_other_engines() -> None:
-    from vllm.v1.request import RequestStatus
-
     side = Side(items={"x": 4, "big": 8}, cache=8)
     side.ask("A", 1, media("big"), 1, answer=1000)
     side.turns(2)
@@ -101,10 +103,6 @@ def test_pause_that_aborts_returns_jobs_of_other_engines() -> None:
 def test_jobs_are_returned_as_vllm_before_026_returns_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from vllm.v1.request import RequestStatus
-
-    from epd_portable.vllm_plugin import compat
-
     side = Side(items={"x": 4}, cache=4)
     side.engine.add_job("J", "x", 4)
     with monkeypatch.context() as before:
@@ -155,4 +153,34 @@ def test_item_that_one_rank_cannot_encode_is_encoded_again() -> None:
     assert side.worker.seen["items encoded by some ranks"] == 1
     side.ask("A", 1, media("x"), media("y"), 1)
     side.until_ended("A", within_s=10.0)
+    side.close()
+
+
+def preempt(side: Side) -> None:
+    side.engine.reset_prefix_cache(running=True)
+
+
+def roll_back(side: Side) -> None:
+    side.roll_back("r")
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["first runner", "second runner"])
+@pytest.mark.parametrize("covered", [False, True], ids=["computed", "prefix hit"])
+@pytest.mark.parametrize("again", [preempt, roll_back])
+def test_item_is_encoded_again_from_its_media(
+    again: Callable[[Side], None], covered: bool, second: bool
+) -> None:
+    side = Side(items={"x": 6, "y": 6}, cache=8, second=second)
+    if covered:
+        side.ask("before", 1, media("x"), 5)
+        side.until_ended("before", within_s=5.0)
+    side.ask("r", 1, media("x"), 5, answer=40)
+    side.until(lambda: side.computed("r") > 12, within_s=5.0)
+    side.ask("other", 1, media("y"), 1)  # Takes the space of x.
+    side.until_ended("other", within_s=5.0)
+    encoded = side.worker.seen["items encoded in a step"]
+    again(side)
+    side.until_ended("r", within_s=10.0)
+    assert side.ended["r"] == "length"
+    assert side.worker.seen["items encoded in a step"] == encoded + 1
     side.close()

@@ -26,6 +26,10 @@ from epd_portable.items.placer import EncodeOrder, WorkerOrders
 from epd_portable.platforms import registry
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.transfer.copies import DeviceCopies
+from epd_portable.vllm_plugin import compat, worker
+from epd_portable.vllm_plugin.ec_connector import EncodeWorker, PDWorker, WorkerConnector
+from epd_portable.vllm_plugin.encode_only import EncodeOnlyMixin
+from epd_portable.vllm_plugin.reports import StepMetadata
 
 RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 ENCODE_RUNNER = "vllm.v1.worker.mm_encoder_model_runner:MMEncoderModelRunner"
@@ -93,13 +97,9 @@ def hooking(
     host: Host, encodes: bool, second: bool, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
     """vLLM's own caller of the hooks, with our connector."""
-    from epd_portable.vllm_plugin import compat
-
     if compat.version() < compat.SECOND_RUNNER:
         pytest.skip("this vLLM's second runner calls no hooks")
     from vllm.v1.worker.gpu import ec_connector as theirs
-
-    from epd_portable.vllm_plugin.ec_connector import EncodeWorker, PDWorker
 
     half: Any = EncodeWorker if encodes else PDWorker
     connector = half.__new__(half, None, None)
@@ -129,9 +129,6 @@ def step(metadata: Any, tokens: int) -> Any:
 def test_second_runner_step_equals_the_first_with_mixins(
     hooking: Any, host: Host, encodes: bool, second: bool, tokens: int
 ) -> None:
-    from epd_portable.vllm_plugin import compat
-    from epd_portable.vllm_plugin.reports import StepMetadata
-
     order: Any = SimpleNamespace(mm_hash="kept")
     host.cache["kept"] = torch.ones(2, 3)
     metadata = StepMetadata(
@@ -176,9 +173,6 @@ def test_second_runner_step_equals_the_first_with_mixins(
 def test_encoder_without_memory_leaves_items_to_consumers(
     hooking: Any, host: Host, encodes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from epd_portable.vllm_plugin.ec_connector import WorkerConnector
-    from epd_portable.vllm_plugin.reports import StepMetadata
-
     monkeypatch.setattr(WorkerConnector, "trace", lambda *_, **__: None)
     connector = hooking.ec_connector
     error = nullcontext() if encodes else pytest.raises(torch.OutOfMemoryError)
@@ -199,8 +193,6 @@ def test_encoder_without_memory_leaves_items_to_consumers(
 
 @pytest.mark.parametrize("encodes", [True])
 def test_failed_restore_is_missing_until_reported_or_encoded(hooking: Any, host: Host) -> None:
-    from epd_portable.vllm_plugin.reports import StepMetadata
-
     connector = hooking.ec_connector
     connector._copies = HostCopies(DeviceCopies(registry.get("cpu"), 0))
     order: Any = SimpleNamespace(mm_hash="cat")
@@ -222,8 +214,6 @@ def test_failed_restore_is_missing_until_reported_or_encoded(hooking: Any, host:
 
 @pytest.mark.parametrize("encodes", [False])
 def test_an_instance_without_encoder_encodes_nothing(hooking: Any) -> None:
-    from epd_portable.errors import EngineError
-
     hooking.ec_connector._config = SimpleNamespace(can_encode=False, instance="pd-0")
     with pytest.raises(EngineError, match="cat"), hooking.ec_connector.encoding(["cat"]):
         raise AssertionError
@@ -236,9 +226,6 @@ def test_a_step_of_a_profile_concerns_nobody(hooking: Any, host: Host) -> None:
 
 
 def test_only_a_whole_runner_gets_a_step_without_language_model() -> None:
-    from epd_portable.vllm_plugin import compat, worker
-    from epd_portable.vllm_plugin.encode_only import EncodeOnlyMixin
-
     whole = resolve_name(RUNNER)
     made = whole.__new__(whole)
     made.is_encoder_only = False  # What `compat.encodes_only` asks before 0.29.
@@ -263,8 +250,6 @@ class Moment:
 @pytest.mark.parametrize("tokens", [0, 5])
 def test_a_step_without_tokens_does_not_wait_for_the_encoder(tokens: int) -> None:
     """An encode instance would look at no request while its tower runs."""
-    from epd_portable.vllm_plugin import compat, worker
-
     if compat.version() < compat.ENCODE_ONLY_RUNNER:
         pytest.skip("this vLLM has no runner without language model")
     own = resolve_name(ENCODE_RUNNER)
@@ -323,9 +308,6 @@ class Encoding:
 def test_a_step_without_language_model_encodes_what_it_was_told(
     hooking: Any, host: Host, encodes: bool, second: bool
 ) -> None:
-    from epd_portable.vllm_plugin.encode_only import EncodeOnlyMixin
-    from epd_portable.vllm_plugin.reports import StepMetadata
-
     runner: Any = type("Runner", (EncodeOnlyMixin, Encoding), {})(hooking, host)
 
     def run(tokens: int, new: list[Any], freed: list[str], finished: set[str]) -> Any:
@@ -367,8 +349,6 @@ class WorkerOfPlatform:
 @pytest.fixture
 def started(hooking: Any, host: Host, monkeypatch: pytest.MonkeyPatch) -> Callable[[type], Any]:
     """Return what makes the model runner of an instance whose platform chooses a class."""
-    from epd_portable.vllm_plugin import worker
-
     path = f"{worker.__name__}.EPDWorkerOfPlatform"
     base = f"{__name__}:{WorkerOfPlatform.__name__}"
     traits = replace(TRAITS["npu"], worker_cls=path, worker_base=base)
@@ -413,9 +393,6 @@ def of_platform(name: str, base: type) -> type:
 def test_platforms_runner_encodes_without_kv_cache(
     started: Callable[[type], Any], host: Host, encodes: bool, second: bool, name: str
 ) -> None:
-    from epd_portable.vllm_plugin import compat
-    from epd_portable.vllm_plugin.reports import StepMetadata
-
     base = resolve_name(RUNNER)
     if "Encoder" in name:
         if compat.version() < compat.ENCODE_ONLY_RUNNER:
@@ -449,8 +426,6 @@ def test_runner_of_unknown_kind_is_refused(
 
 
 def test_adapters_of_an_encoder_are_refused() -> None:
-    from epd_portable.vllm_plugin.encode_only import EncodeOnlyMixin
-
     runner: Any = type("Runner", (EncodeOnlyMixin,), {"lora_config": "some"})()
     with pytest.raises(EngineError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         runner.initialize_kv_cache("config")
