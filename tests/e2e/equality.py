@@ -19,7 +19,6 @@ MOST_LATE = 4
 COUNTS_NOTHING = (0, 28)
 """First vLLM that counts no token for what is only encoded; before, it is one a request."""
 
-
 SMOKE = ("one picture", "one picture twice", "text, picture, text, picture")
 """Part of `SINGLE`, where another module compares all of them."""
 

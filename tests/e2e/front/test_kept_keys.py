@@ -41,7 +41,6 @@ from tests.servers import serving
 
 ORIGIN = "https://page.example"
 
-
 GATEWAY_KEY = "h" * 20
 PATH = "/v1/chat/completions"
 WEB_SEED = 900

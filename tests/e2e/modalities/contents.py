@@ -14,9 +14,7 @@ from tests.forked import Popen
 
 ASK = text("What is it?")
 
-
 CHECKPOINT_S = 300.0
-
 
 IMAGES: dict[str, list[dict[str, Any]]] = {
     "one image": [image(1), ASK],
@@ -25,7 +23,6 @@ IMAGES: dict[str, list[dict[str, Any]]] = {
     "a wide and a tall image": [image(6, 112, 56), image(7, 56, 84), ASK],
 }
 
-
 VIDEOS: dict[str, list[dict[str, Any]]] = {
     "a video": [video(1), ASK],
     "two videos and an image": [video(2), text("and"), video(3), image(8), ASK],
@@ -33,17 +30,14 @@ VIDEOS: dict[str, list[dict[str, Any]]] = {
     "the same video twice": [video(5), video(5), ASK],
 }
 
-
 VIDEOS_OF_TWO_LENGTHS = {"a long and a short video": [video(6), video(7, 4), ASK]}
 """vLLM 0.32 ends when LLaVA-OneVision has to encode two such in one step, in one process too."""
-
 
 CLIPS: dict[str, list[dict[str, Any]]] = {
     "one clip": [input_audio(1), ASK],
     "two clips": [input_audio(2), text("and"), audio_url(3, 2.5), ASK],
     "the same clip twice": [input_audio(4), audio_url(4), ASK],
 }
-
 
 MIXED: dict[str, list[dict[str, Any]]] = {
     "an image, a clip and a video": [image(12), input_audio(7), frames(10, 2), ASK],
@@ -60,11 +54,9 @@ MIXED: dict[str, list[dict[str, Any]]] = {
     ],
 }
 
-
 CROPS: dict[str, list[dict[str, Any]]] = {
     "crops of images": [image(9, 112, 56), text("and"), image(10), image(11, 56, 84), ASK]
 }
-
 
 SHORTENED: dict[str, list[dict[str, Any]]] = {
     "shortened videos beside others": [
@@ -76,7 +68,6 @@ SHORTENED: dict[str, list[dict[str, Any]]] = {
         ASK,
     ]
 }
-
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "crops of images": {
@@ -90,7 +81,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Arguments of some requests, for which the engine gives items names of its own."""
 
-
 CONTENTS = {
     "qwen2_vl": IMAGES | VIDEOS | VIDEOS_OF_TWO_LENGTHS,
     "qwen2_5_vl": IMAGES | VIDEOS | VIDEOS_OF_TWO_LENGTHS,
@@ -102,13 +92,11 @@ CONTENTS = {
     "qwen2_5_omni": MIXED | SHORTENED,
 }
 
-
 PAIRS = {
     "image": (image(20, 112, 112), image(21, 112, 112)),
     "video": (video(20), video(21)),
     "audio": (input_audio(20), input_audio(21)),
 }
-
 
 MODALITIES = {
     "qwen2_vl": ("image", "video"),

@@ -87,9 +87,11 @@ def serve(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         body = await Request(scope, receive).body()
         await PlainTextResponse(str(len(body)))(scope, receive, send)
 
-    def begin(guarded: Callable[[ASGIApp], ASGIApp] = lambda app: app, **settings: Any) -> Any:
+    def begin(
+        guarded: Callable[[ASGIApp, SplitClient], ASGIApp] = lambda app, _: app, **settings: Any
+    ) -> Any:
         client = client_of(config, tmp_path, "e-0", "pd-0", **settings)
-        made.append(FrontMiddleware(guarded(app)))
+        made.append(FrontMiddleware(guarded(app, client)))
         return http_to(within(made[-1], client)), client
 
     yield begin

@@ -45,7 +45,6 @@ ROLES: dict[str, Role] = {
 }
 """By the beginning of a name."""
 
-
 SECTIONS = {"admission": AdmissionSection, "choice": ChoiceSection, "media": MediaSection}
 """Sections of the key ``front`` that tests give as data."""
 
@@ -91,7 +90,9 @@ def client_of(
 
 def within(middleware: ASGIApp, client: SplitClient) -> ASGIApp:
     """Return a middleware in the place that it has in vLLM's server of a front."""
-    server = server_of(client)
+    server = SimpleNamespace(
+        state=SimpleNamespace(engine_client=SimpleNamespace(engine_core=client))
+    )
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         await middleware({**scope, "app": server}, receive, send)
@@ -105,11 +106,6 @@ def http_to(app: ASGIApp) -> httpx.AsyncClient:
 
 
 Serve = Callable[..., tuple[httpx.AsyncClient, SplitClient]]
-
-
-def server_of(client: SplitClient) -> SimpleNamespace:
-    """Return what the middleware sees of vLLM's application."""
-    return SimpleNamespace(state=SimpleNamespace(engine_client=SimpleNamespace(engine_core=client)))
 
 
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -175,6 +171,20 @@ def request(name: str, pictures: Iterable[str], **extra: Any) -> EngineCoreReque
 
 
 ENDED, FAILED = FinishReason.STOP, FinishReason.ERROR
+
+
+async def sent_by(app: ASGIApp, scope: Scope, **message: Any) -> list[Any]:
+    """Call an application with one message; return the messages that it sends."""
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return message
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    return sent
 
 
 async def stalled(begin: bytes = b"{") -> AsyncIterator[bytes]:

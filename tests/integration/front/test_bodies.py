@@ -124,7 +124,7 @@ async def test_page_without_permission_calls_no_endpoint(serve: Serve) -> None:
     """Browsers send requests without a type, and without a body, before they ask a server."""
     page = {"origin": "https://page.example"}
 
-    def calls(_: ASGIApp) -> ASGIApp:
+    def calls(*_: Any) -> ASGIApp:
         async def call(scope: Scope, receive: Receive, send: Send) -> None:
             called.append(scope["path"])  # Without a look at the body, as handlers that take none.
             await PlainTextResponse("called")(scope, receive, send)

@@ -31,9 +31,10 @@ from tests.integration.front.played_front import (
     client_of,
     keys_file,
     request,
-    server_of,
+    sent_by,
     stalled,
     unread,
+    within,
 )
 from tests.integration.front.web import Site, plain
 from tests.metrics_page import total
@@ -85,7 +86,7 @@ async def test_generate_endpoint_of_scale_out_is_not_served(serve: Serve) -> Non
 
 async def test_body_without_key_is_not_read(serve: Serve) -> None:
     guard = pytest.importorskip("vllm.entrypoints.serve.middleware.authenticate")
-    http, _ = serve(lambda app: guard.AuthenticationMiddleware(app, ["k"]))
+    http, _ = serve(lambda app, _: guard.AuthenticationMiddleware(app, ["k"]))
 
     assert (await http.post(CHAT, content=unread())).status_code == 401
     headers = {"authorization": "Bearer k"}
@@ -101,7 +102,7 @@ def bearer(key: str) -> dict[str, str]:
 
 async def test_requests_without_a_key_are_401_as_vllms(serve: Serve, tmp_path: Path) -> None:
     guard = pytest.importorskip("vllm.entrypoints.serve.middleware.authenticate")
-    vllms, _ = serve(lambda app: guard.AuthenticationMiddleware(app, [KEY]))
+    vllms, _ = serve(lambda app, _: guard.AuthenticationMiddleware(app, [KEY]))
     expected = await vllms.post(CHAT, content=b"x")
     http, client = serve(api_keys_file=keys_file(tmp_path, KEY, OTHER_KEY))
 
@@ -160,31 +161,23 @@ async def test_websocket_of_a_stranger_is_closed(serve: Serve, tmp_path: Path, k
     async def serves(scope: Scope, receive: Receive, send: Send) -> None:
         served.append(scope["path"])
 
-    middleware = FrontMiddleware(serves)
-    sent: list[Any] = []
+    middleware = within(FrontMiddleware(serves), client)
 
-    async def receive() -> Any:
-        return {"type": "websocket.connect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def connect(**headers: str) -> None:
+    async def connect(**headers: str) -> list[Any]:
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         scope = {"type": "websocket", "path": "/v1/realtime", "headers": raw}
-        await middleware({**scope, "app": server_of(client)}, receive, send)
+        return await sent_by(middleware, scope, type="websocket.connect")
 
-    await connect(origin="https://other.example", **bearer(KEY))
-    if keys:
-        await connect()
-    assert sent == [{"type": "websocket.close", "code": 1008}] * (1 + keys)
+    closed = [{"type": "websocket.close", "code": 1008}]
+    assert await connect(origin="https://other.example", **bearer(KEY)) == closed
+    assert not keys or await connect() == closed
     assert not served
     await connect(origin="https://page.example", **bearer(KEY))
     await connect(**bearer(KEY))
     assert len(served) == 2
 
 
-def generating(client: SplitClient, name: str) -> ASGIApp:
+def generating(_: ASGIApp, client: SplitClient) -> ASGIApp:
     """Return an application that streams as vLLM's: its head comes before its request begins."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -192,7 +185,7 @@ def generating(client: SplitClient, name: str) -> ASGIApp:
 
         async def stream() -> AsyncIterator[bytes]:
             try:
-                await client.add_request_async(request(name, ["a"]))
+                await client.add_request_async(request(str(time.time()), ["a"]))
             except GracefulHTTPError as error:
                 yield f"data: {error}".encode()
                 return
@@ -204,10 +197,7 @@ def generating(client: SplitClient, name: str) -> ASGIApp:
 
 
 async def test_stream_that_is_refused_gets_429_and_retry_after(serve: Serve) -> None:
-    made: list[SplitClient] = []
-    guard = lambda app: lambda *given: generating(made[0], "r")(*given)  # noqa: E731
-    http, client = serve(guard, max_queued_items=0, can_encode=False)
-    made.append(client)
+    http, client = serve(generating, max_queued_items=0, can_encode=False)
     for names, status, code in (
         ((), 503, "service_unavailable"),
         (("e-0", "pd-0"), 429, "engines_full"),
@@ -226,19 +216,10 @@ async def test_stream_that_is_refused_gets_429_and_retry_after(serve: Serve) -> 
 
 
 async def test_admission_refuses_with_429_and_the_key(serve: Serve, tmp_path: Path) -> None:
-    made: list[SplitClient] = []
-    guard = lambda app: lambda *given: generating(made[0], str(time.time()))(*given)  # noqa: E731
-    http, client = serve(guard, admission={"max_requests": 1, "max_waiting": 0})
-    made.append(client)
+    http, client = serve(generating, admission={"max_requests": 1, "max_waiting": 0})
     up(client, "e-0", "pd-0")
-
-    class Computing:
-        async def add_request_async(self, request: Any) -> None: ...
-
-        async def abort_requests_async(self, request_ids: list[str]) -> None: ...
-
-    for engine in client.engines.by_name.values():
-        engine.client = Computing()
+    for name, engine in client.engines.by_name.items():
+        engine.client = Played(name)
     assert (await http.post(CHAT, content=b"x")).text == "data: begun"
     refused = await http.post(CHAT, content=b"x")
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "front_busy")
@@ -250,7 +231,7 @@ async def test_admission_refuses_with_429_and_the_key(serve: Serve, tmp_path: Pa
     client.give_up([*client._open])
 
 
-def fetching(app: ASGIApp) -> ASGIApp:
+def fetching(*_: Any) -> ASGIApp:
     """Return an application that reads the image of which a body has the URL."""
 
     async def fetch(scope: Scope, receive: Receive, send: Send) -> None:
@@ -331,17 +312,14 @@ async def test_access_log_is_private_and_survives_a_full_disk(
 
 
 async def test_access_line_has_engine_tokens_and_items(serve: Serve, tmp_path: Path) -> None:
-    made: list[SplitClient] = []
-
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await Request(scope, receive).body()
-        await made[0].add_request_async(request("r", ["a"]))
-        (output,) = (await made[0].get_output_async()).outputs
+        await client.add_request_async(request("r", ["a"]))
+        (output,) = (await client.get_output_async()).outputs
         await PlainTextResponse(output.request_id)(scope, receive, send)
 
     log = tmp_path / "log"
-    http, client = serve(lambda _: app, access_log=str(log))
-    made.append(client)
+    http, client = serve(lambda *_: app, access_log=str(log))
     up(client, "e-0", "pd-0")
     engines = {name: Played(name) for name in client.engines.by_name}
     for name, engine in client.engines.by_name.items():
@@ -370,17 +348,8 @@ async def test_a_front_whose_log_cannot_be_written_does_not_start(
     config: Any, tmp_path: Path
 ) -> None:
     client = client_of(config, tmp_path, "e-0", "pd-0", access_log=str(tmp_path / "nowhere/log"))
-    said: list[Any] = []
-
-    async def start() -> Any:
-        return {"type": "lifespan.startup"}
-
-    async def hear(message: Any) -> None:
-        said.append(message)
-
-    scope = {"type": "lifespan", "app": server_of(client)}
-    await FrontMiddleware(lambda *_: pytest.fail("it starts"))(scope, start, hear)
-    (failed,) = said
+    app = within(FrontMiddleware(lambda *_: pytest.fail("it starts")), client)
+    (failed,) = await sent_by(app, {"type": "lifespan"}, type="lifespan.startup")
     assert failed["type"] == "lifespan.startup.failed"
     assert "front.access_log" in failed["message"] and "nowhere" in failed["message"]
 
@@ -414,12 +383,8 @@ async def test_unresponsive_engine_is_reported_in_the_requested_time(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     http, client = serve()
-
-    class Stopped:
-        async def call_utility_async(self, method: str) -> None:
-            await asyncio.Event().wait()
-
-    client.engines.by_name["pd-0"].client = Stopped()
+    client.engines.by_name["pd-0"].client = stopped = Played("pd-0")
+    stopped.silent = True
     begun = time.monotonic()
     answer = await http.get("/epd/instances/pd-0/health?within_s=0.1")
     assert (answer.status_code, time.monotonic() - begun < 20) == (503, True)
@@ -479,7 +444,7 @@ async def test_requests_about_engines_are_timed_and_used_once(serve: Serve) -> N
 
 
 async def test_request_that_fails_in_the_application_counts_as_500(serve: Serve) -> None:
-    def failing(_: ASGIApp) -> ASGIApp:
+    def failing(*_: Any) -> ASGIApp:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             raise OSError("a fault of the application")
 

@@ -16,8 +16,7 @@ from vllm.v1.engine import FinishReason
 
 import epd_portable
 from epd_portable.front.http import FrontMiddleware
-from tests.integration.front import test_front
-from tests.integration.front.played_front import Make, request
+from tests.integration.front.played_front import Make, request, sent_by, settle
 
 PACKAGE = Path(epd_portable.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "structures.md"
@@ -63,7 +62,7 @@ async def test_request_enters_the_files_of_the_page(make: Make, items: tuple[str
         while (await receive()).get("more_body"):
             pass
         await played.client.add_request_async(request(scope["path"], items))
-        await test_front.settle()
+        await settle()
         for each in items:
             job = played.engines["e-0"].last
             assert job.mm_features[0].identifier == each
@@ -72,20 +71,13 @@ async def test_request_enters_the_files_of_the_page(make: Make, items: tuple[str
         assert await played.answers()
         await Response()(scope, receive, send)
 
-    async def receive() -> Any:
-        return {"type": "http.request", "body": json.dumps(BODY).encode()}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
     served = FrontMiddleware(vllm)
     served._open(played.client)
-    sent: list[Any] = []
     walk = Walk()
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
     sys.setprofile(walk.note)
     try:
-        await served(scope, receive, send)
+        sent = await sent_by(served, scope, type="http.request", body=json.dumps(BODY).encode())
     finally:
         sys.setprofile(None)
         REGISTRY.unregister(cast(Any, played.client.metrics.registry))

@@ -372,6 +372,19 @@ async def test_full_engine_is_followed_by_the_next(
     assert engine.instance.load == 0
 
 
+async def test_item_that_a_full_engine_refuses_is_encoded_here(
+    front: Any, elsewhere: Begin
+) -> None:
+    client, far = front(), elsewhere(max_queued_items=1)
+    engine, pd = await joined(client, far), client.engines.by_name["pd-0"].client
+    await ask(client, far, image("A"))
+    # As when other fronts have sent jobs meanwhile.
+    engine.settings = msgspec.structs.replace(engine.settings, max_queued_items=2)
+    await client.add_request_async(asked("s", image("B")))
+    await until_async(lambda: "pixel_values" in pd.last.mm_features[0].data)
+    assert len(far.core.requests) == 1
+
+
 async def test_engine_that_comes_back_gets_jobs_again(front: Any, elsewhere: Begin) -> None:
     client, far = front(), elsewhere()
     engine = await joined(client, far)

@@ -27,8 +27,9 @@ async def ask(front: Front, name: str) -> str | None:
 async def test_new_request_during_a_stop_gets_503_and_open_ones_end(
     client: SplitClient, front: Front
 ) -> None:
-    engine = Engine(client, "pd-0")
+    engine, open_at_close = Engine(client, "pd-0"), []
     engine.may_end.clear()
+    client.engines.close = lambda: open_at_close.append(len(client._open))
     asked = asyncio.create_task(ask(front, "open"))
     while not engine.sent:
         await asyncio.sleep(0.01)
@@ -43,6 +44,7 @@ async def test_new_request_during_a_stop_gets_503_and_open_ones_end(
     engine.may_end.set()
     assert await asked == "stop"
     await stopping
+    assert {*open_at_close} == {0}
 
 
 @pytest.mark.parametrize(
