@@ -228,13 +228,3 @@ def test_a_client_that_leaves_takes_its_work_along(
                 f"{role} has no request left",
             )
     assert generated() < before + MANY_TOKENS
-
-
-def test_a_truncated_picture_is_refused_and_harms_nothing(pair: Pair) -> None:
-    url = picture(91)["image_url"]["url"]
-    cut = {"type": "image_url", "image_url": {"url": url[: len(url) // 8 * 4]}}
-    response = post(pair.split.url, body([cut, ASK]))
-    assert response.status_code == 400, response.text
-    assert "image" in response.json()["error"]["message"]
-    assert "Traceback" not in response.text
-    assert ask(pair.split.url, "hello").tokens

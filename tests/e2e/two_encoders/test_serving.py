@@ -14,16 +14,12 @@ from epd_portable.demo.pictures import HELD_OUT_SEEDS, QUESTIONS, Picture, Quest
 from epd_portable.envs import EPD_RUN_ID
 from tests.e2e.asking import (
     ask,
-    ask_all,
-    ask_streamed,
-    assert_brought,
     assert_close,
     body,
-    picture,
     post,
     text,
 )
-from tests.e2e.cases import ASK, REPEATED, SINGLE
+from tests.e2e.cases import SINGLE
 from tests.e2e.engines import shared_memory, wait_until
 from tests.e2e.two_encoders.deployment import Deployment
 
@@ -36,15 +32,6 @@ def test_an_answer_is_close_to_that_of_one_process(deployment: Deployment, conte
     )
     assert_close(split, reference)
     assert {(item["source"], item["path"]) for item in split.items} <= {("transfer", "tcp")}
-
-
-def test_a_repeated_picture_and_a_streamed_answer_are_close_too(deployment: Deployment) -> None:
-    for answer in (ask, ask, ask_streamed):
-        split, reference = (
-            answer(deployment.split.url, REPEATED),
-            answer(deployment.pair.reference_url, REPEATED),
-        )
-        assert_close(split, reference)
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.full)])
@@ -65,16 +52,6 @@ def test_description_is_exact_for_95_percent_of_images(deployment: Deployment, c
         expected = [picture.scene.answer(kind) for picture, kind in asked]
         wrong = [pair for pair in zip(answers, expected, strict=True) if pair[0] != pair[1]]
     assert len(wrong) <= 0.05 * len(asked), wrong[:10]
-
-
-def test_requests_at_once_are_answered_as_by_one_process(deployment: Deployment) -> None:
-    contents: list[Any] = [[picture(seed), ASK] for seed in range(400, 406)]
-    contents += [[picture(seed), text("and"), picture(seed + 1), ASK] for seed in range(403, 408)]
-    contents += ["How are you?", [text("Twice:"), picture(409), picture(409), ASK]]
-    for content, answer in zip(contents, ask_all(deployment.split.url, contents), strict=True):
-        assert_close(answer, ask(deployment.pair.reference_url, content))
-        assert_brought(answer, content, "transfer", "encoder_cache")
-    assert deployment.split.encoded_by("prefill_decode") == []
 
 
 def test_killed_launcher_leaves_no_process_port_or_memory(deployment: Deployment) -> None:

@@ -90,6 +90,7 @@ async def test_lost_part_is_retried_alone_then_encoded_locally(make: Make) -> No
         for end in ("encoded", "error")
     }
     assert [*counted.values()] == [0, 1, 1, 1]
+    assert 0 < total(page, "epd_front_encode_job_seconds_sum") < 60
 
 
 async def test_parts_go_to_the_engine_that_encodes_them_soonest(make: Make) -> None:
