@@ -174,13 +174,15 @@ ENDED, FAILED = FinishReason.STOP, FinishReason.ERROR
 
 
 async def sent_by(app: ASGIApp, scope: Scope, **message: Any) -> list[Any]:
-    """Call an application with one message; return the messages that it sends."""
-    sent: list[Any] = []
+    """Call an application with one message; return those that it sends after it is received."""
+    received, sent = asyncio.Event(), list[Any]()
 
     async def receive() -> Any:
+        received.set()
         return message
 
     async def send(message: Any) -> None:
+        assert received.is_set()
         sent.append(message)
 
     await app(scope, receive, send)

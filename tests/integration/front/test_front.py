@@ -406,6 +406,7 @@ async def test_failed_request_is_retried_with_its_media(make: Make) -> None:
     assert "pixel_values" in pd.last.mm_features[0].data
     for _ in range(2):
         await front.says("pd-0", pd.last.request_id, end=FAILED)
+    assert [*pd.requests] == ["r", "r-1"]
     assert front.failed["r"].http_status == 503  # type: ignore[attr-defined]
     assert front.is_empty()
 
