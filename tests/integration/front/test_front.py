@@ -329,8 +329,8 @@ async def test_adapters_are_loaded_by_engines_with_a_language_model(
 ) -> None:
     front = make("e-0", "pd-0")
     found = calls(front)
-    await front.client.call_utility_async(method)
-    assert found == [("pd-0", method)]
+    await front.client.call_utility_async(method, 1, 2)
+    assert found == [("pd-0", method, 1, 2)]
 
 
 async def test_jobs_name_adapters_only_where_these_change_encoders(
@@ -407,6 +407,7 @@ async def test_failed_request_is_retried_with_its_media(make: Make) -> None:
     for _ in range(2):
         await front.says("pd-0", pd.last.request_id, end=FAILED)
     assert [*pd.requests] == ["r", "r-1"]
+    assert front.client.metrics.retries._value.get() == 2
     assert front.failed["r"].http_status == 503  # type: ignore[attr-defined]
     assert front.is_empty()
 

@@ -239,6 +239,7 @@ def fetching(*_: Any) -> ASGIApp:
         connector = MEDIA_CONNECTOR_REGISTRY.load("http", allowed_media_domains=["none.invalid"])
         try:
             image = await connector.fetch_image_async(url)
+            await asyncio.to_thread(connector.fetch_image, url)
         except Exception as error:
             await PlainTextResponse(repr(error), 500)(scope, receive, send)
         else:
@@ -383,6 +384,7 @@ async def test_unresponsive_engine_is_reported_in_the_requested_time(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     http, client = serve()
+    up(client, "pd-0")
     client.engines.by_name["pd-0"].client = stopped = Played("pd-0")
     stopped.silent = True
     begun = time.monotonic()
@@ -392,6 +394,8 @@ async def test_unresponsive_engine_is_reported_in_the_requested_time(
     for query in ("", "?within_s=x", "?within_s=nan", "?within_s=1e9"):
         answer = await http.get(f"/epd/instances/pd-0/health{query}")
         assert answer.status_code == 503
+    stopped.silent = False
+    assert (await http.get("/epd/instances/pd-0/health")).status_code == 200
 
 
 async def test_other_methods_than_get_of_health_are_vllms(serve: Serve) -> None:
