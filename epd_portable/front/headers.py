@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -195,15 +194,15 @@ def follow(choices: EngineChoices, hints: Hints) -> EngineChoices:
     Raises:
         GracefulHTTPError: A header numbers more items than there are.
     """
-    found = _over(type(choices))(choices.pool, choices.one, choices.policy)  # type: ignore[arg-type]
-    found.take(hints)
-    return found
+    return _ByHeaders(choices, hints)
 
 
 class _ByHeaders(EngineChoices):
-    """Choices by headers; by the next class where they name nothing."""
+    """Choices by headers; by others where they name nothing."""
 
-    def take(self, hints: Hints) -> None:
+    def __init__(self, others: EngineChoices, hints: Hints) -> None:
+        self.pool, self.one = others.pool, others.one
+        self._others = others
         self._hints = hints
         names = [each.item_uuid for each in self.one.items]
         self._places = {name: place for place, name in enumerate(names)}
@@ -212,21 +211,21 @@ class _ByHeaders(EngineChoices):
 
     def choose_engine(self) -> Instance | None:
         named = self._hints.generator
-        return named if named and named.health.usable else super().choose_engine()
+        return named if named and named.health.usable else self._others.choose_engine()
 
     def disaggregates_prefill(self) -> bool:
-        return self._hints.prefiller is not None or super().disaggregates_prefill()
+        return self._hints.prefiller is not None or self._others.disaggregates_prefill()
 
     def choose_prefill(self, tried: Collection[str]) -> Instance | None:
         chosen = self._named("prefill", PREFILLER, self._hints.prefiller, tried)
-        return chosen or super().choose_prefill(tried)
+        return chosen or self._others.choose_prefill(tried)
 
     def stay(self, items: Sequence[FrontItem], engine: Instance) -> Collection[str]:
         if self._hints.local:
             return [each.item_uuid for each in items]
         if self._hints.encoders or self._by_item:
             return ()
-        return super().stay(items, engine)
+        return self._others.stay(items, engine)
 
     def choose_encoder(self, item: FrontItem, exclude: Collection[str]) -> Instance | None:
         header, named = self._by_item.get(item.item_uuid, ("", None))
@@ -238,7 +237,16 @@ class _ByHeaders(EngineChoices):
             return self._near(MODEL, self._hints.of_model, item, exclude)
         if chosen is None and self._hints.cache_key:
             chosen = self._near(CACHE_KEY, self.pool.of_duty("encode"), item, exclude)
-        return chosen or super().choose_encoder(item, exclude)
+        return chosen or self._others.choose_encoder(item, exclude)
+
+    def note_engine(self, engine: Instance) -> int:
+        return self._others.note_engine(engine)
+
+    def note_prompt(self, engine: Instance) -> int:
+        return self._others.note_prompt(engine)
+
+    def note_job(self, item: FrontItem, encoder: Instance, *, failed: bool = False) -> None:
+        self._others.note_job(item, encoder, failed=failed)
 
     def _named(
         self,
@@ -285,12 +293,6 @@ class _ByHeaders(EngineChoices):
             among=left,
             otherwise=otherwise,
         )
-
-
-@cache
-def _over(kind: type[EngineChoices]) -> type[_ByHeaders]:
-    """Return choices by headers, and by this class where they name nothing."""
-    return type("_HeadersFirst", (_ByHeaders, kind), {})
 
 
 def _decoded(values: Mapping[str, str], header: str, kind: type[T], example: str) -> T:
