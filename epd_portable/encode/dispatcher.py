@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from epd_portable.config.secret import Secret
@@ -47,6 +48,8 @@ class Dispatcher:
         """Orders whose items have no space, by request."""
         self._under_way: dict[str, tuple[str, Item]] = {}
         """Consumer and item of each transfer."""
+        self._preempted: set[str] = set()
+        """Transfers under way that end unless their consumers have space."""
 
     @property
     def busy(self) -> bool:
@@ -119,6 +122,11 @@ class Dispatcher:
         """Return the consumer of a request's items, of several the first; empty for none."""
         return min((order.consumer for order in self._waiting.get(request_id, ())), default="")
 
+    def repeats(self, request_id: str) -> bool:
+        """Return whether a transfer of a request is under way from before, or not reported yet."""
+        orders = self._waiting.get(request_id, ())
+        return any(order.transfer_id in self._under_way for order in orders)
+
     def take_orders(self, scheduled: Iterable[str]) -> list[TransferOrder]:
         """Return the orders whose items got space by this step, for the worker."""
         taken = []
@@ -139,12 +147,38 @@ class Dispatcher:
                 trace("transfer.ordered", transfer=order.transfer_id, mm_hash=order.mm_hash)
         return taken
 
+    def preempt(self, num_embeds: Mapping[str, int]) -> list[str]:
+        """Preempt transfers whose ends free so much space, by consumer; the youngest first.
+
+        Returns:
+            Those that were not preempted before.
+        """
+        left, found = Counter(num_embeds), []
+        for transfer_id, (consumer, item) in reversed(self._under_way.items()):
+            if left[consumer] > 0 and {transfer_id} <= item.holders <= self._under_way.keys():
+                if transfer_id not in self._preempted:
+                    self._preempted.add(transfer_id)
+                    found.append(transfer_id)
+                if item.holders <= self._preempted:
+                    left[consumer] -= item.num_embeds
+        return found
+
     def reset(self) -> None:
         """Reset with the encoder cache: workers send nothing of before, and report no end of it."""
         self._under_way.clear()
+        self._preempted.clear()
 
-    def transfers_ended(self, transfer_ids: Iterable[str]) -> None:
-        """Release the space of items whose transfers have ended, well or not."""
+    def transfers_ended(self, transfer_ids: Iterable[str]) -> Set[str]:
+        """Release the space of items whose transfers have ended, well or not.
+
+        Returns:
+            Consumers of those that were not preempted.
+        """
+        consumers = set()
         for transfer_id in self._under_way.keys() & set(transfer_ids):
-            _, item = self._under_way.pop(transfer_id)
+            consumer, item = self._under_way.pop(transfer_id)
             self._cache.release(item, transfer_id)
+            if transfer_id not in self._preempted:
+                consumers.add(consumer)
+            self._preempted.discard(transfer_id)
+        return consumers

@@ -5,7 +5,7 @@
     submit ─▶ ASKING ──Grant──▶ GRANTED ──output ready──▶ WRITING ──ok──▶ WRITTEN ──Injected──▶ end
                 │  ▲               │ (renews its lease         │               │
                 │  └───────────────┘  while encoding)          └─error─▶ Abort, end
-                └── NotNeeded, Nack, Abort, deadline ─▶ end
+                └── NotNeeded, Nack, Abort, deadline, preempted ─▶ end
 
 Unanswered messages are sent again; messages that arrive twice or too late change nothing. Every
 submission has its own attempt number, which replies repeat.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import itertools
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,8 @@ from epd_portable.wire.messages import (
     Received,
     Written,
 )
+
+_PREEMPTED = "preempted: its consumer had no space for it, and other items needed its space"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +125,9 @@ class _Transfer:
     lease_end_s: float = 0.0
     next_send_s: float = 0.0
     is_announced: bool = False
+    has_space: bool = True
+    """False from its consumer's *later* until a grant."""
+    is_preempted: bool = False
     is_outdated: bool = False
     problem: str | None = None
     """End of the transfer once the write under way has ended, whose result does not matter."""
@@ -204,11 +210,12 @@ class ProducerSession:
         elif isinstance(message, Grant):
             if transfer.state in (_TransferState.ASKING, _TransferState.GRANTED):
                 transfer.state = _TransferState.GRANTED
-                transfer.grant = message
+                transfer.grant, transfer.has_space = message, True
                 transfer.lease_end_s = now + message.lease_s
                 transfer.next_send_s = now + message.lease_s / 2
         elif isinstance(message, Later):
             transfer.next_send_s = now + self._resend_s
+            transfer.has_space = False
         elif isinstance(message, Injected | NotNeeded):
             self._end(transfer)
         elif isinstance(message, Nack):
@@ -234,6 +241,11 @@ class ProducerSession:
             if not transfer.is_announced:
                 self._ask(transfer, now=0.0)  # Consumers ignore what ends before that.
             self._end(transfer, problem, transfer.abort(problem))
+
+    def preempt(self, transfer_ids: Collection[str]) -> None:
+        """End these transfers when they are encoded and their consumers have no space for them."""
+        for transfer in self._transfers.values():
+            transfer.is_preempted |= transfer.order.transfer_id in transfer_ids
 
     def reset(self, problem: str) -> None:
         """Abort all transfers, and forget all outputs."""
@@ -266,6 +278,9 @@ class ProducerSession:
         if now >= transfer.deadline_s:
             problem = f"not acknowledged by {transfer.order.consumer} in {self._wait_timeout_s} s"
             self._end(transfer, problem, transfer.abort(problem))
+            return
+        if transfer.is_preempted and transfer.ready and not transfer.has_space:
+            self._end(transfer, _PREEMPTED, transfer.abort(_PREEMPTED))
             return
         if transfer.state is _TransferState.GRANTED:
             if now >= transfer.lease_end_s:

@@ -21,6 +21,10 @@ holds:
   shares have become smaller because another consumer came. So every request starts, provided that
   transfers end.
 
+A consumer may keep its own space for an item that waits here, and take nothing until that comes.
+So requests of a consumer that has taken nothing for long preempt outputs, the youngest first: the
+front has these encoded again, and every request that waits comes to its turn.
+
 A request that no empty instance could encode would wait for ever: it fails.
 """
 
@@ -119,6 +123,8 @@ class EncodeQueue:
         limits: Of each step.
         kept: Returns the consumers with the items whose space transfers to them keep.
         remember_s: How long a consumer counts that has no requests here.
+        preempt_after_s: How long a consumer takes nothing, and its requests wait for space, before
+            they preempt outputs.
     """
 
     def __init__(
@@ -127,11 +133,13 @@ class EncodeQueue:
         limits: StepLimits,
         kept: Callable[[], Set[tuple[str, Item]]],
         remember_s: float,
+        preempt_after_s: float,
     ) -> None:
         self._cache = cache
         self._limits = limits
         self._kept = kept
         self._remember_s = remember_s
+        self._preempt_after_s = preempt_after_s
         self._seen: dict[str, float] = {}
         """Last time at which a consumer had a request that waited."""
         self._waiting: dict[str, _Arrival] = {}
@@ -141,6 +149,9 @@ class EncodeQueue:
         self._started: dict[str, _Arrival] = {}
         """Requests whose prompts take more steps."""
         self._too_large: set[str] = set()
+        self._stalled: dict[str, float] = {}
+        """Consumers that take nothing and whose requests wait for space, and since when."""
+        self._preempted: Counter[str] = Counter()
 
     def arrived(self, request: EncodeRequest, consumer: str, now: float) -> None:
         """Queue a request that has items, for one consumer; empty for none."""
@@ -177,6 +188,11 @@ class EncodeQueue:
         self._waiting.pop(request_id, None)
         self._started.pop(request_id, None)
 
+    def delivered(self, consumers: Set[str]) -> None:
+        """Note that transfers to consumers have ended, and were not preempted."""
+        for consumer in consumers:
+            self._stalled.pop(consumer, None)
+
     def admit(self, now: float) -> None:
         """Choose the requests that start in the step that is about to be scheduled.
 
@@ -199,9 +215,16 @@ class EncodeQueue:
                 return
             if outcome != "starts":
                 behind.add(arrival.consumer)
+                self._preempt(arrival, outcome, step, now)
             if outcome == "short" and not step.short:
                 step.short = True
                 step.share = self._share_beside(arrival, step)
+        self._stalled = {key: self._stalled[key] for key in behind}
+
+    def take_preempted(self) -> Counter[str]:
+        """Return the embeddings of outputs that are preempted, by their consumer; each once."""
+        preempted, self._preempted = self._preempted, Counter()
+        return preempted
 
     @property
     def is_empty(self) -> bool:
@@ -300,6 +323,16 @@ class EncodeQueue:
         step.kept[consumer] += more
         step.charged.update((consumer, mm_hash) for mm_hash in arrival.sizes)
         return "starts"
+
+    def _preempt(self, first: _Arrival, outcome: Outcome, step: _Step, now: float) -> None:
+        """Preempt outputs for the next request of a consumer that has taken nothing for long.
+
+        A consumer beyond its share waits for its own outputs, others for those of who keeps most.
+        """
+        consumer = first.consumer
+        if now - self._stalled.setdefault(consumer, now) >= self._preempt_after_s:
+            most = max(step.kept, key=step.kept.__getitem__, default=consumer)
+            self._preempted[most if outcome == "short" else consumer] += first.total
 
     def _more(self, arrival: _Arrival, step: _Step) -> int:
         """Return how much more the consumer of a request keeps if that starts."""

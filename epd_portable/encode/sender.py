@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -149,6 +149,10 @@ class Sender:
     def not_encoded(self, mm_hash: str) -> None:
         """Fail the transfers of an item that will have no output, when their consumers wait."""
         self._post(lambda now: self._session.output_ready(mm_hash))
+
+    def preempt(self, transfer_ids: Collection[str]) -> None:
+        """End these transfers unless their consumers have space for them."""
+        self._post(lambda now: self._session.preempt(transfer_ids))
 
     def reset(self) -> None:
         """Forget all outputs: other weights made them. Transfers that have not ended fail.

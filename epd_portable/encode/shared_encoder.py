@@ -100,7 +100,7 @@ class SharedEncoder:
         size = sum({each.mm_hash: each.num_embeds for each in items}.values())
         most = self._cache.cache_size // 2
         kept = sum(item.num_embeds for _, item in self._dispatcher.kept())
-        if size <= most < kept + size:
+        if size <= most < kept + size or self._dispatcher.repeats(request_id):
             return False
         del self._waiting[request_id]
         self._tried = False

@@ -567,7 +567,7 @@ class ItemJobs:
                             return
                         requested.clear()
                         one.awaited.add(item.item_uuid)
-                        failure = EncodeFailure(kind=FailureKind.ERROR, reason="gave the item up")
+                        failure = EncodeFailure(kind=FailureKind.GAVE_UP, reason="gave the item up")
             except WentDownError as error:
                 failure = EncodeFailure(kind=FailureKind.LOST, reason=str(error))
             assert failure is not None

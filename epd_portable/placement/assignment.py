@@ -224,6 +224,8 @@ class FailureKind(enum.StrEnum):
     """The engine's process or the connection to it has ended."""
     ERROR = "error"
     """The engine has ended the job without the item."""
+    GAVE_UP = "gave_up"
+    """The engine has encoded the item, and could not deliver it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,8 +245,8 @@ class EncodeFailure:
 class EncodeTries:
     """Next encoder for one item; times come in as arguments, of one clock.
 
-    An encoder that was full may be next again. One that failed may not, and after `MAX_ENCODERS`
-    failures none is.
+    An encoder that was full may be next again, and so may one that gave the item up, once. One that
+    failed may not, and after `MAX_ENCODERS` failures none is.
 
     Args:
         choose: Returns the encoder that should have the item; none of those names.
@@ -264,6 +266,7 @@ class EncodeTries:
         self._deadline_s = deadline_s
         self._failed: list[str] = []
         self._full: dict[str, float] = {}
+        self._gave_up: set[str] = set()
         self._last_full: EncodeFailure | None = None
         self._next: Instance | None = None
         self._all_full = False
@@ -281,6 +284,9 @@ class EncodeTries:
         if failure.kind is FailureKind.FULL:
             self._last_full = failure
             self._full[encoder] = now_s + failure.full_for_s
+        elif failure.kind is FailureKind.GAVE_UP and encoder not in self._gave_up:
+            self._gave_up.add(encoder)
+            self._full[encoder] = now_s
         else:
             self._failed.append(encoder)
         self._next, self._all_full = None, False

@@ -190,7 +190,9 @@ class EncodeScheduler(SchedulerConnector):
             tokens=scheduler.max_num_scheduled_tokens,
         )
         self.queue = EncodeQueue(
-            self._cache, limits, self._dispatcher.kept, remember_s=config.wait_timeout_s
+            *(self._cache, limits, self._dispatcher.kept),
+            remember_s=config.wait_timeout_s,
+            preempt_after_s=config.wait_timeout_s / 10,
         )
         return self._cache
 
@@ -213,7 +215,8 @@ class EncodeScheduler(SchedulerConnector):
         self, request: Request, num_computed_tokens: int, *args: Any, **kwargs: Any
     ) -> bool:
         """Return whether the request's items may be encoded."""
-        return self.queue.may_start(request.request_id)
+        request_id = request.request_id
+        return self.queue.may_start(request_id) and not self._dispatcher.repeats(request_id)
 
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
@@ -228,6 +231,7 @@ class EncodeScheduler(SchedulerConnector):
         )
         return StepMetadata(
             orders=orders,
+            preempted=self._dispatcher.preempt(self.queue.take_preempted()),
             copies=self._cache.take_orders(),
             step=self._step if computes else 0,
             rests=not computes and waits,
@@ -237,7 +241,8 @@ class EncodeScheduler(SchedulerConnector):
         self, connector_output: ECConnectorOutput, *args: Any, **kwargs: Any
     ) -> None:
         """Take in what `EncodeWorker` reports."""
-        self._dispatcher.transfers_ended(connector_output.finished_sending or ())
+        sent = connector_output.finished_sending or ()
+        self.queue.delivered(self._dispatcher.transfers_ended(sent))
         report = from_names(connector_output.finished_recving)
         for nbytes in report["space"]:
             self._grow(int(nbytes))
@@ -542,6 +547,8 @@ class EncodeWorker(WorkerConnector):
                 restored=order.mm_hash in copies.restored,
                 missing=order.mm_hash in self._missing,
             )
+        if metadata.preempted:
+            self._sender.preempt(metadata.preempted)
         self._queued_step = metadata.step
         if metadata.rests:
             self._sender.progress.rest(_REST_S)

@@ -67,6 +67,7 @@ class StepMetadata(ECConnectorMetadata):
     Attributes:
         orders: Transfers to others: on an encode instance their items got space in this step,
             elsewhere they are encoded.
+        preempted: Encode instance: transfers that end unless their consumers have space.
         step: Encode instance on a device: the number of a step that computes, from 1; 0 otherwise.
         rests: Encode instance: there is nothing to do until a transfer has ended, or a step is
             computed.
@@ -78,6 +79,7 @@ class StepMetadata(ECConnectorMetadata):
     """
 
     orders: list[TransferOrder] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
     step: int = 0
     rests: bool = False
     copies: HostOrders = field(default_factory=HostOrders)

@@ -26,6 +26,7 @@ MUST_HAPPEN = {
     "requests with several items",
     "resets",
     "transfers",
+    "transfers preempted",
 }
 
 

@@ -6,6 +6,7 @@ A step computes, and the encoder cache holds, 1024 embeddings.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.demo import MODEL_DIR
 from epd_portable.launch.plan.engine import CONNECTOR, ROLE_ARGS, SCHEDULER_CLS
+from epd_portable.vllm_plugin import encoder_scheduler
 from epd_portable.vllm_plugin.reports import to_names
 from epd_portable.vllm_plugin.scheduler import make_scheduler
 from epd_portable.wire.params import EncodeParams, EncodeTransfer, to_params
@@ -77,6 +79,7 @@ class Engine:
         self.rests = False
         self.number = 0
         self.copies: Any = None
+        self.preempted: list[str] = []
         self.ended: dict[str, str] = {}
 
     def arrive(
@@ -135,6 +138,7 @@ class Engine:
         self.rests = planned.ec_connector_metadata.rests
         self.number = planned.ec_connector_metadata.step
         self.copies = planned.ec_connector_metadata.copies
+        self.preempted += planned.ec_connector_metadata.preempted
         self.sending += [order.transfer_id for order in planned.ec_connector_metadata.orders]
         encoded = {
             request_id: [
@@ -273,6 +277,32 @@ def test_idle_engine_rests_and_reads_ended_transfers_later(engine: Engine) -> No
     assert not engine.rests
     engine.step("dog to b")
     assert engine.empty()
+
+
+def test_outputs_are_preempted_after_a_tenth_of_the_wait(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(encoder_scheduler, "time", SimpleNamespace(monotonic=lambda: now_s))
+    engine.arrive("a", ("cat", 600))
+    engine.arrive("b", ("dog", 400))
+    assert [*engine.step(), *engine.step()] == ["a", "b"]
+    engine.arrive("c", ("emu", 300))
+    for now_s in (1000.0, 1002.9, 1003.0, 1003.1):
+        assert engine.step() == {}
+        assert engine.preempted == (["dog to b"] if now_s >= 1003.0 else [])
+    engine.step("dog to b")
+    assert engine.step() == {"c": ["emu"]}
+
+
+def test_repeated_transfer_is_sent_when_its_end_is_reported(engine: Engine) -> None:
+    engine.arrive("a", ("cat", 600))
+    engine.step()
+    engine.arrive("a", ("cat", 600))
+    assert engine.step() == {} and engine.sending == ["cat to a"]
+    engine.step("cat to a")
+    engine.step()
+    assert engine.sending == ["cat to a", "cat to a"]
 
 
 def test_consumer_without_transfers_leaves_the_others_share(engine: Engine) -> None:

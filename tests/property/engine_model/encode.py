@@ -7,8 +7,8 @@ What is real: vLLM's ``Scheduler`` as `make_scheduler` makes it (an encode insta
 ``AsyncScheduler``), and both halves of the connector, the worker's with its sender and its copies
 in host memory (`tests.kit.encode_worker`). What is modelled: the device, which computes later, and
 whose outputs show by which weights they were computed; consumers, of which some are slow, stand
-still for a while or are dead; the clock; and faults of copies, and items for which there is no
-memory.
+still for a while, are dead, or keep their space for one item after the other; the clock; faults of
+copies, and items for which there is no memory.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Shape:
         consumers: How each behaves, by address.
         fair: Nobody asks for an item larger than a share, and nothing but shares limits a step.
         churns: Few items leave a small cache and come back all the time.
+        choosy: Consumers have space for one item, and keep it for the item that they need first.
         requests: That come in all.
     """
 
@@ -80,6 +81,7 @@ class Shape:
     consumers: dict[str, str]
     fair: bool
     churns: bool
+    choosy: bool
     requests: int
 
     @classmethod
@@ -91,6 +93,9 @@ class Shape:
             *rng.choices(("healthy", "slow", "pauses", "dead", "refuses"), k=3),
         ]
         churns = not fair and rng.random() < 0.3
+        choosy = not fair and not churns and rng.random() < 0.4
+        if choosy:
+            behaviours = ["choosy"] * 4
         number = rng.randint(2 if fair else 1, 4)
         largest = rng.randint(2, 4 if churns else 8)
         cache = largest * rng.randint(number, 4 * number) if fair else rng.randint(largest, 32)
@@ -110,6 +115,7 @@ class Shape:
             consumers={f"tcp://pd-{n}": behaviours[n] for n in range(number)},
             fair=fair,
             churns=churns,
+            choosy=choosy,
             requests=rng.randint(60, 100) if churns else rng.randint(10, 40),
         )
 
@@ -196,13 +202,35 @@ class Consumer:
         self._answers: list[tuple[float, AnyMessage]] = []
         self._generation = 0
         self._until_s = 0.0
+        self._needed: dict[str, float] = {}
+        """Transfers of a choosy one, and the place of each among them."""
+        self._announced: dict[str, Announce] = {}
+        self._granted = ""
+        self._first = ("", 0.0)
+        """Transfer that it needs first, if it does not come, and since when."""
+        self.aborted: list[str] = []
 
     @property
     def is_healthy(self) -> bool:
         return self._behaviour == "healthy"
 
+    def need(self, transfer_id: str) -> None:
+        """Add a transfer at a random place, if it is a choosy one."""
+        if self._behaviour == "choosy":
+            self._needed[transfer_id] = self._rng.random()
+
+    def waits_s(self) -> float:
+        """Return how long the item that it needs first has not come though it has space."""
+        now, first = self._clock(), min(self._needed, key=self._needed.__getitem__, default="")
+        if self._granted or self._first[0] != first or not first:
+            self._first = (first, now)
+        return now - self._first[1]
+
     def hear(self, message: AnyMessage) -> None:
         rng, now = self._rng, self._clock()
+        if self._behaviour == "choosy":
+            self._answers += [(now + 0.02, each) for each in self._chosen(message)]
+            return
         if self._behaviour == "dead" or not isinstance(message, Announce | Written):
             return
         delay_s = {"slow": rng.uniform(0.5, 3.0), "pauses": 0.05}.get(self._behaviour, 0.02)
@@ -219,6 +247,29 @@ class Consumer:
         self._answers = [each for each in self._answers if each[0] > now]
         return due
 
+    def _chosen(self, message: AnyMessage) -> Iterator[AnyMessage]:
+        transfer_id = message.transfer_id
+        if isinstance(message, Written):
+            yield self._answer(message)
+            self._needed.pop(transfer_id, None)
+        elif transfer_id not in self._needed:
+            yield NotNeeded(transfer_id=transfer_id, attempt=message.attempt)
+            return
+        elif isinstance(message, Announce):
+            self._announced[transfer_id] = message
+        elif isinstance(message, Abort):
+            self.aborted.append(transfer_id)
+        if not isinstance(message, Announce):
+            self._announced.pop(transfer_id, None)
+            if self._granted == transfer_id:
+                self._granted = ""
+        first = self._granted or min(self._needed, key=self._needed.__getitem__, default="")
+        if first in self._announced and (not self._granted or first == transfer_id):
+            self._granted = first
+            yield self._answer(self._announced[first])
+        elif isinstance(message, Announce):
+            yield Later(transfer_id=transfer_id, attempt=message.attempt)
+
     def _answer(self, message: Announce | Written) -> AnyMessage:
         names = {"transfer_id": message.transfer_id, "attempt": message.attempt}
         if isinstance(message, Written):
@@ -230,7 +281,7 @@ class Consumer:
                 Nack(**names, code=NackCode.UNEXPECTED, detail="another item"),
             )
             return self._rng.choice(refusals)
-        if not self.is_healthy and self._rng.random() < 0.3:
+        if self._behaviour in ("slow", "pauses") and self._rng.random() < 0.3:
             return Later(**names)
         self._generation += 1
         slot = SlotDescriptor(
@@ -280,7 +331,7 @@ class World:
             )
         self.cache = self.scheduler.encoder_cache_manager
         assert self.cache.cache_size == shape.cache
-        self.faults = self.rng.random() < 0.5
+        self.faults = not shape.choosy and self.rng.random() < 0.5
         with _seams(shape, self.clock):
             self.worker = EncodeWorkerHalf(
                 _config(shape), self.clock, self._deliver, is_late=shape.device
@@ -302,7 +353,9 @@ class World:
         self.asked: dict[str, Asked] = {}
         self.kept: dict[str, tuple[str, str]] = {}
         """Transfers that the scheduler has ordered and not heard the end of."""
-        self.pauses = not shape.fair and self.rng.random() < 0.2
+        self.pauses = not (shape.fair or shape.choosy) and self.rng.random() < 0.2
+        self.again: list[tuple[float, str, str]] = []
+        """Transfers that come once more: when, consumer and name."""
         self.open: set[str] = set()
         """Transfers that workers have not reported the end of."""
         self.missing: set[str] = set()
@@ -333,11 +386,11 @@ class World:
             for address in self.shape.consumers:
                 self._arrive((address,))
         last_s = 0.0
-        while self.number < self.shape.requests or self.asked:
+        while self.number < self.shape.requests or self.asked or self.again:
             if self.number < self.shape.requests:
                 for _ in range(rng.choice((0, 0, 1, 1, 2, 5))):
                     self._arrive(self._drawn_consumers())
-                if rng.random() < 0.02 and not self.shape.fair:
+                if rng.random() < 0.02 and not (self.shape.fair or self.shape.choosy):
                     self._reset()
                 if self.pauses and rng.random() < 0.1:
                     self._pause()
@@ -345,13 +398,13 @@ class World:
             elif self.is_paused:
                 self._resume()
                 last_s = self.clock.now
-            if self.asked and rng.random() < 0.03:
+            if self.asked and rng.random() < 0.03 and not self.shape.choosy:
                 self._cancel(rng.choice(sorted(self.asked)))
             self._turn()
             # Every item that a dead consumer does not take may keep all others for its deadline.
             if self.clock.now - last_s > (self.work + 5) * (TIMEOUT_S + 1.0):
                 raise Violation(f"waits for ever: {sorted(self.asked)}, under way {self.kept}")
-        while self.worker.is_sending or self.open:
+        while self.worker.is_sending or self.open or self.again or self.asked:
             self._turn(idle=True)  # The next request would bring the news.
         self._turn(idle=True)
         self.seen["items without memory"] += len(self.not_encoded)
@@ -377,7 +430,7 @@ class World:
         rng, shape = self.rng, self.shape
         request_id = f"r{self.number}"
         self.number += 1
-        count = 1 if shape.fair or shape.churns else rng.choice((1, 1, 1, 2, 3, 5))
+        count = 1 if shape.fair or shape.churns or shape.choosy else rng.choice((1, 1, 1, 2, 3, 5))
         names = [*again] if again else [rng.choice(sorted(shape.sizes)) for _ in range(count)]
         features, offset = [], rng.randint(1, 2)
         for name in names:
@@ -393,6 +446,8 @@ class World:
             for consumer in consumers:
                 transfer_id = (again or {}).get(name) or f"{name} of {request_id} to {consumer}"
                 proof = secret().sign_transfer(transfer_id, name, consumer)
+                if not again:
+                    self.consumers[consumer].need(transfer_id)
                 transfers.append(
                     EncodeTransfer(
                         transfer_id=transfer_id, item_uuid=name, consumer=consumer, proof=proof
@@ -475,8 +530,26 @@ class World:
         for consumer in self.consumers.values():
             for message in consumer.said():
                 self.worker.receive(consumer.address, message)
+        self._encode_again()
         self._check_room()
         self.worker.check()
+
+    def _encode_again(self) -> None:
+        """Have items of choosy consumers encoded again whose encoder has given them up."""
+        now = self.clock.now
+        due, self.again = (
+            [e for e in self.again if e[0] <= now],
+            [e for e in self.again if e[0] > now],
+        )
+        for _, address, transfer_id in due:
+            self._arrive((address,), again={transfer_id.partition(" of ")[0]: transfer_id})
+        for address, consumer in self.consumers.items():
+            if consumer.waits_s() > TIMEOUT_S:
+                raise Violation(f"{address} does not get what it needs first")
+            for transfer_id in consumer.aborted:
+                self.seen["transfers preempted"] += 1
+                self.again.append((now + self.rng.uniform(0.1, 0.3), address, transfer_id))
+            consumer.aborted.clear()
 
     def _deliver(self, address: str, message: AnyMessage) -> None:
         self.consumers[address].hear(message)

@@ -90,6 +90,16 @@ def test_orders_of_a_request_that_ended_without_room_are_dropped(desk: Desk) -> 
     assert not desk.dispatcher.busy
 
 
+def test_job_repeats_a_transfer_until_its_end_is_reported(desk: Desk) -> None:
+    desk.cache.allocate(desk.arrive("r", "a", {"ta": "a"}), 0)
+    assert not desk.dispatcher.repeats("r")
+    desk.take("r")
+    desk.arrive("again", "ab", {"tb": "b", "ta": "a"})
+    assert desk.dispatcher.repeats("again") and not desk.dispatcher.repeats("r")
+    desk.dispatcher.transfers_ended(["ta"])
+    assert not desk.dispatcher.repeats("again")
+
+
 def test_an_order_whose_transfer_is_under_way_changes_nothing(desk: Desk) -> None:
     first = desk.arrive("first", "a", {"t": "a"})
     second = desk.arrive("second", "b", {"t": "b"})

@@ -157,6 +157,37 @@ def test_a_transfer_that_fails_here_ends_with_its_write(desk: Desk, state: str) 
     assert desk.poll() == ended("no files", Abort(transfer_id="t", reason="no files"))
 
 
+PREEMPTED = "preempted: its consumer had no space for it, and other items needed its space"
+
+
+@pytest.mark.parametrize("what", ["transfer", "output", "no space"])
+def test_transfer_without_space_is_preempted_once_encoded(desk: Desk, what: str) -> None:
+    desk.submit()
+    assert desk.messages() == [ANNOUNCED]
+    todo = {
+        "transfer": lambda: desk.session.preempt(["another", "t"]),
+        "output": lambda: desk.session.output_ready("item", "output"),
+        "no space": lambda: desk.receive(Later(transfer_id="t")),
+    }
+    last = todo.pop(what)
+    for change in todo.values():
+        change()
+    assert desk.poll() == Actions()
+    last()
+    aborted = ended(PREEMPTED, Abort(transfer_id="t", reason=PREEMPTED))
+    aborted.finished[0] = Finished(order("t"), PREEMPTED, "output")
+    assert desk.poll() == aborted
+
+
+def test_transfer_that_gets_space_is_not_preempted(desk: Desk) -> None:
+    desk.submit()
+    assert desk.messages() == [ANNOUNCED]
+    desk.receive(Later(transfer_id="t"), grant())
+    desk.session.output_ready("item", "output")
+    desk.session.preempt(["t"])
+    assert len(desk.poll().writes) == 1
+
+
 def test_transfer_failed_early_is_announced_first(desk: Desk) -> None:
     desk.submit()
     desk.session.fail(0, "reset")

@@ -61,7 +61,13 @@ class Desk:
         self.cache = TwoLevelCache(cache, 0, lambda request, index: 1)
         self.dispatcher = Dispatcher(self.cache, SECRET)
         limits = StepLimits(embeddings=embeddings, together=together, tokens=tokens)
-        self.queue = EncodeQueue(self.cache, limits, self.dispatcher.kept, remember_s=10.0)
+        self.queue = EncodeQueue(
+            self.cache,
+            limits,
+            self.dispatcher.kept,
+            remember_s=10.0,
+            preempt_after_s=3.0,
+        )
         self.requests: dict[str, FakeEncodeRequest] = {}
         self.now = 1000.0
 
@@ -78,6 +84,12 @@ class Desk:
 
     def admit(self) -> None:
         self.queue.admit(self.now)
+
+    def preempted(self, after_s: float) -> list[str]:
+        """Return the transfers that are preempted when nothing has started after some time."""
+        self.now += after_s
+        assert self.step() == []
+        return self.dispatcher.preempt(self.queue.take_preempted())
 
     def step(self) -> list[str]:
         """Encode whoever may start, whole; the transfers of their items are still to come."""
@@ -98,7 +110,8 @@ class Desk:
         return started
 
     def transferred(self, request_id: str, *items: str) -> None:
-        self.dispatcher.transfers_ended(f"{mm_hash} of {request_id}" for mm_hash in items)
+        ended = (f"{mm_hash} of {request_id}" for mm_hash in items)
+        self.queue.delivered(self.dispatcher.transfers_ended(ended))
 
     def kept(self) -> Counter[str]:
         """Return the embeddings that are kept for each consumer."""
@@ -150,6 +163,72 @@ def test_cached_items_of_a_waiting_request_can_be_evicted() -> None:
     desk.transferred("b", "dog")
     assert desk.step() == ["c"]
     assert "dog" not in desk.cache
+
+
+def test_youngest_outputs_are_preempted_for_a_stalled_consumer() -> None:
+    desk = Desk()
+    for name, size in {"a": 4, "b": 3, "c": 3}.items():
+        desk.arrive(name, (f"{name}'s", size))
+    assert desk.step() == ["a", "b", "c"]
+    desk.arrive("d", ("d's", 5))
+    assert desk.preempted(5.0) == desk.preempted(2.9) == []
+    assert desk.preempted(0.1) == ["c's of c", "b's of b"]
+    assert desk.preempted(1.0) == [], "they are to end"
+    desk.arrive("e", ("e's", 8))
+    desk.transferred("c", "c's")
+    desk.transferred("b", "b's")
+    assert desk.step() == ["d"]
+    assert desk.preempted(0.0) == ["d's of d", "a's of a"], "still nothing was taken"
+
+
+@pytest.mark.parametrize("change", ["an item is taken", "no request waits"])
+def test_outputs_stay_for_a_consumer_that_goes_on(change: str) -> None:
+    desk = Desk()
+    for name in "ab":
+        desk.arrive(name, (f"{name}'s", 5))
+    assert desk.step() == ["a", "b"]
+    desk.arrive("c", ("c's", 10))
+    assert desk.preempted(0.0) == desk.preempted(2.9) == []
+    if change == "an item is taken":
+        desk.transferred("a", "a's")
+    else:
+        desk.queue.withdraw("c")
+        waiting = desk.requests.pop("c")
+        desk.arrive("cached", ("a's", 5))
+        assert desk.step() == ["cached"]
+        desk.arrive("c", *((each.identifier, 10) for each in waiting.mm_features))
+    assert desk.preempted(2.9) == desk.preempted(2.9) == []
+    assert desk.preempted(0.1)
+
+
+def test_consumer_preempts_outputs_beyond_a_share() -> None:
+    desk = Desk()
+    desk.arrive("a", ("cat", 6))
+    desk.arrive("b", ("dog", 4))
+    assert desk.step() == ["a", "b"]
+    desk.arrive("c", ("emu", 3), to="another")
+    desk.preempted(0.0)
+    assert desk.preempted(3.0) == ["dog of b"]
+
+
+def test_consumer_beyond_its_share_preempts_its_own_outputs() -> None:
+    desk = Desk(cache=12)
+    desk.arrive("a", ("cat", 2), to="another")
+    desk.arrive("b", ("dog", 6))
+    assert desk.step() == ["a", "b"]
+    desk.arrive("c", ("emu", 4))
+    desk.preempted(0.0)
+    assert desk.preempted(3.0) == ["dog of b"]
+
+
+def test_output_for_two_consumers_is_preempted_as_a_whole() -> None:
+    desk = Desk(cache=20)
+    desk.arrive("a", ("cat", 4))
+    desk.arrive("b", ("dog", 6))
+    desk.arrive("c", ("dog", 6), to="another")
+    assert sorted([*desk.step(), *desk.step()]) == ["a", "b", "c"]
+    assert sorted(desk.dispatcher.preempt({"pd": 1})) == ["cat of a", "dog of b"]
+    assert desk.dispatcher.preempt({"another": 1}) == ["dog of c"]
 
 
 def test_admitted_requests_that_the_engine_left_out_hold_nothing() -> None:

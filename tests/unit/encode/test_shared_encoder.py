@@ -111,6 +111,15 @@ def test_transfers_to_others_keep_half_of_the_room_at_most(shared: Shared) -> No
     assert shared.answered() == [second]
 
 
+def test_repeated_job_begins_when_its_transfer_is_reported(shared: Shared) -> None:
+    job = shared.ask("a")
+    shared.encoded("a")
+    assert shared.sent() == shared.answered() == [job]
+    assert shared.ask("a") == job and not shared.sent()
+    shared.arrived("a")
+    assert shared.sent() == shared.answered() == [job]
+
+
 def test_item_larger_than_the_encoder_half_fails_at_once(shared: Shared) -> None:
     job = shared.ask("a", 6)
     assert shared.sent() == [job] == shared.answered() and not shared.told

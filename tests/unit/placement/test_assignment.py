@@ -141,6 +141,16 @@ def test_another_encoder_is_asked_when_one_fails_and_then_none() -> None:
     assert tries.describe() == f"encoders tried: e0, {second.name}; last: is lost"
 
 
+def test_encoder_that_gave_an_item_up_is_tried_once_more() -> None:
+    tries = Scene(encoders=2).tries()
+    found = ["e0"]
+    for _ in range(4):
+        assert tries.note_failure(found[-1], failure(FailureKind.GAVE_UP), 1.0) == 0
+        following = tries.next_encoder()
+        found.append(following.name if following else "none")
+    assert found == ["e0", "e1", "e0", "e1", "none"]
+
+
 @pytest.mark.parametrize(("kind", "now_s"), [(LOST, 30.0), (FULL, 31.0)], ids=str)
 def test_no_encoder_is_asked_too_late(kind: FailureKind, now_s: float) -> None:
     scene = Scene()
