@@ -43,7 +43,8 @@ class _SlowEncoder:
         if scheduler_output.scheduled_encoder_inputs:
             _delay(flags.SLOW)
             with contextlib.suppress(FileNotFoundError):
-                (FLAGS / flags.NO_MEMORY).unlink()
+                if not (FLAGS / flags.NO_MEMORY).read_text():
+                    (FLAGS / flags.NO_MEMORY).unlink()
                 raise torch.OutOfMemoryError("as a file says")
             _hold()
         return super()._execute_mm_encoder(scheduler_output)  # type: ignore[misc]

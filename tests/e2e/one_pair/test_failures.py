@@ -86,8 +86,9 @@ def test_instances_count_every_item_and_its_bytes(pair: Pair) -> None:
 def test_encoder_without_memory_for_an_item_continues(pair: Pair) -> None:
     content = [picture(35), ASK]
     encoder = instance(pair.split.pid, "ec_producer")
-    (pair.split.flags / flags.NO_MEMORY).touch()
+    (pair.split.flags / flags.NO_MEMORY).write_text("each time")
     answer = ask(pair.split.url, content)
+    (pair.split.flags / flags.NO_MEMORY).unlink()
     assert answer.sources == ["local"]
     assert_equal(answer, ask(pair.reference_url, content))
     # Its scheduler does not count on the item.
