@@ -98,6 +98,11 @@ def build(folder: Path) -> Path:
     config = as_published(json.loads(path.read_text("utf-8")))
     assert "rope_parameters" not in config["vision_config"]
     path.write_text(json.dumps(config, indent=2), "utf-8")
+    path = model / "preprocessor_config.json"
+    sample = json.loads((published.FOLDER / "qwen2_5_vl" / path.name).read_text("utf-8"))
+    # Without these, vLLM 0.32 does not normalize pixels, and vLLM 0.30 does.
+    norm = {key: sample[key] for key in ("image_mean", "image_std")}
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | norm, indent=2), "utf-8")
     return model
 
 
