@@ -134,9 +134,6 @@ class _Transfer:
     last_message: AnyMessage | None = None
     """Sent when the slot is not written any more."""
 
-    def abort(self, reason: str) -> Abort:
-        return Abort(transfer_id=self.order.transfer_id, attempt=self.attempt, reason=reason)
-
     def write(self) -> Write:
         assert self.grant is not None
         return Write(
@@ -230,7 +227,7 @@ class ProducerSession:
         if transfer.problem is not None:
             self._end(transfer, transfer.problem)
         elif problem:
-            self._end(transfer, problem, transfer.abort(problem))
+            self._abort(transfer, problem)
         else:
             self._ask(transfer, now)
 
@@ -240,7 +237,7 @@ class ProducerSession:
         if transfer is not None:
             if not transfer.is_announced:
                 self._ask(transfer, now=0.0)  # Consumers ignore what ends before that.
-            self._end(transfer, problem, transfer.abort(problem))
+            self._abort(transfer, problem)
 
     def preempt(self, transfer_ids: Collection[str]) -> None:
         """End these transfers when they are encoded and their consumers have no space for them."""
@@ -277,10 +274,10 @@ class ProducerSession:
             return
         if now >= transfer.deadline_s:
             problem = f"not acknowledged by {transfer.order.consumer} in {self._wait_timeout_s} s"
-            self._end(transfer, problem, transfer.abort(problem))
+            self._abort(transfer, problem)
             return
         if transfer.is_preempted and transfer.ready and not transfer.has_space:
-            self._end(transfer, _PREEMPTED, transfer.abort(_PREEMPTED))
+            self._abort(transfer, _PREEMPTED)
             return
         if transfer.state is _TransferState.GRANTED:
             if now >= transfer.lease_end_s:
@@ -316,6 +313,12 @@ class ProducerSession:
             )
             transfer.is_announced = True
         self._send(transfer, question)
+
+    def _abort(self, transfer: _Transfer, problem: str) -> None:
+        """End a transfer with an `Abort` for its consumer."""
+        transfer_id, attempt = transfer.order.transfer_id, transfer.attempt
+        abort = Abort(transfer_id=transfer_id, attempt=attempt, reason=problem)
+        self._end(transfer, problem, abort)
 
     def _end(
         self, transfer: _Transfer, problem: str = "", last_message: AnyMessage | None = None

@@ -32,12 +32,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Container, Set
+from collections.abc import Container, Set
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from epd_portable.encode.dispatcher import Dispatcher
 from epd_portable.encode.two_levels import TwoLevelCache
-from epd_portable.items.table import Item, MultiModalRequest
+from epd_portable.items.table import MultiModalRequest
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class EncodeQueue:
 
     Args:
         limits: Of each step.
-        kept: Returns the consumers with the items whose space transfers to them keep.
+        dispatcher: Knows the transfers that keep space, and of which requests.
         remember_s: How long a consumer counts that has no requests here.
         preempt_after_s: How long a consumer takes nothing, and its requests wait for space, before
             they preempt outputs.
@@ -131,13 +132,13 @@ class EncodeQueue:
         self,
         cache: TwoLevelCache,
         limits: StepLimits,
-        kept: Callable[[], Set[tuple[str, Item]]],
+        dispatcher: Dispatcher,
         remember_s: float,
         preempt_after_s: float,
     ) -> None:
         self._cache = cache
         self._limits = limits
-        self._kept = kept
+        self._dispatcher = dispatcher
         self._remember_s = remember_s
         self._preempt_after_s = preempt_after_s
         self._seen: dict[str, float] = {}
@@ -151,7 +152,7 @@ class EncodeQueue:
         self._too_large: set[str] = set()
         self._stalled: dict[str, float] = {}
         """Consumers that take nothing and whose requests wait for space, and since when."""
-        self._preempted: Counter[str] = Counter()
+        self._to_preempt: Counter[str] = Counter()
 
     def arrived(self, request: EncodeRequest, consumer: str, now: float) -> None:
         """Queue a request that has items, for one consumer; empty for none."""
@@ -208,7 +209,8 @@ class EncodeQueue:
         behind: set[str] = set()
         """Consumers whose next request does not start."""
         for arrival in self._waiting.values():
-            if arrival.consumer in behind:
+            repeats = self._dispatcher.repeats
+            if arrival.consumer in behind or repeats(arrival.request.request_id):
                 continue
             outcome = self._try(arrival, step)
             if outcome == "full":
@@ -221,10 +223,10 @@ class EncodeQueue:
                 step.share = self._share_beside(arrival, step)
         self._stalled = {key: self._stalled[key] for key in behind}
 
-    def take_preempted(self) -> Counter[str]:
-        """Return the embeddings of outputs that are preempted, by their consumer; each once."""
-        preempted, self._preempted = self._preempted, Counter()
-        return preempted
+    def take_to_preempt(self) -> Counter[str]:
+        """Return the embeddings of outputs to preempt, by their consumer; each once."""
+        to_preempt, self._to_preempt = self._to_preempt, Counter()
+        return to_preempt
 
     @property
     def is_empty(self) -> bool:
@@ -257,7 +259,7 @@ class EncodeQueue:
 
     def _next_step(self) -> _Step:
         """Return what a step has next to the requests that have started before it."""
-        kept = self._kept()
+        kept = self._dispatcher.kept()
         step = _Step(
             tokens=self._limits.tokens,
             embeddings=self._limits.embeddings,
@@ -332,7 +334,7 @@ class EncodeQueue:
         consumer = first.consumer
         if now - self._stalled.setdefault(consumer, now) >= self._preempt_after_s:
             most = max(step.kept, key=step.kept.__getitem__, default=consumer)
-            self._preempted[most if outcome == "short" else consumer] += first.total
+            self._to_preempt[most if outcome == "short" else consumer] += first.total
 
     def _more(self, arrival: _Arrival, step: _Step) -> int:
         """Return how much more the consumer of a request keeps if that starts."""

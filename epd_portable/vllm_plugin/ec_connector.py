@@ -182,15 +182,16 @@ class EncodeScheduler(SchedulerConnector):
         self._cache = TwoLevelCache(
             scheduler.encoder_cache_manager.cache_size, config.host_cache_bytes, nbytes
         )
-        secret = Secret.read(config.secret_file)
-        self._dispatcher = Dispatcher(self._cache, secret)
+        self._dispatcher = Dispatcher(self._cache, Secret.read(config.secret_file))
         limits = StepLimits(
             embeddings=scheduler.max_num_encoder_input_tokens,
-            together=TRAITS[self._config.platform].encode_together_embeds,
+            together=TRAITS[config.platform].encode_together_embeds,
             tokens=scheduler.max_num_scheduled_tokens,
         )
         self.queue = EncodeQueue(
-            *(self._cache, limits, self._dispatcher.kept),
+            self._cache,
+            limits,
+            self._dispatcher,
             remember_s=config.wait_timeout_s,
             preempt_after_s=config.wait_timeout_s / 10,
         )
@@ -215,8 +216,7 @@ class EncodeScheduler(SchedulerConnector):
         self, request: Request, num_computed_tokens: int, *args: Any, **kwargs: Any
     ) -> bool:
         """Return whether the request's items may be encoded."""
-        request_id = request.request_id
-        return self.queue.may_start(request_id) and not self._dispatcher.repeats(request_id)
+        return self.queue.may_start(request.request_id)
 
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
@@ -231,7 +231,7 @@ class EncodeScheduler(SchedulerConnector):
         )
         return StepMetadata(
             orders=orders,
-            preempted=self._dispatcher.preempt(self.queue.take_preempted()),
+            preempted=self._dispatcher.preempt(self.queue.take_to_preempt()),
             copies=self._cache.take_orders(),
             step=self._step if computes else 0,
             rests=not computes and waits,

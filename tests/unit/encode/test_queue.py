@@ -64,7 +64,7 @@ class Desk:
         self.queue = EncodeQueue(
             self.cache,
             limits,
-            self.dispatcher.kept,
+            self.dispatcher,
             remember_s=10.0,
             preempt_after_s=3.0,
         )
@@ -89,7 +89,7 @@ class Desk:
         """Return the transfers that are preempted when nothing has started after some time."""
         self.now += after_s
         assert self.step() == []
-        return self.dispatcher.preempt(self.queue.take_preempted())
+        return self.dispatcher.preempt(self.queue.take_to_preempt())
 
     def step(self) -> list[str]:
         """Encode whoever may start, whole; the transfers of their items are still to come."""
@@ -163,6 +163,17 @@ def test_cached_items_of_a_waiting_request_can_be_evicted() -> None:
     desk.transferred("b", "dog")
     assert desk.step() == ["c"]
     assert "dog" not in desk.cache
+
+
+def test_repeated_job_takes_nothing_until_its_transfer_has_ended() -> None:
+    desk = Desk()
+    desk.arrive("a", ("cat", 5))
+    desk.step()
+    desk.arrive("a", ("cat", 5))
+    desk.arrive("b", ("dog", 5))
+    assert desk.step() == ["b"]
+    desk.transferred("a", "cat")
+    assert desk.step() == ["a"]
 
 
 def test_youngest_outputs_are_preempted_for_a_stalled_consumer() -> None:
