@@ -72,6 +72,12 @@ class Environment:
         return self.releases().rpartition(" ")[2]
 
 
+def environments() -> tuple[Environment, Environment]:
+    """Return the environment of this process, and the one that the command names."""
+    other = (ROOT / sys.argv[1] / "bin" / "python").absolute()
+    return Environment(sys.executable), Environment(str(other))
+
+
 def as_published(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration with the keys that a published one has."""
     sample = json.loads((published.FOLDER / "qwen2_5_vl" / "config.json").read_text("utf-8"))
@@ -192,8 +198,7 @@ def greatest_difference(ours: Sequence[Answer], theirs: Sequence[Answer]) -> flo
 
 def main() -> None:
     """Run both ways; exit status 1 when an image is not transferred or a response differs."""
-    here = Environment(sys.executable)
-    other = Environment(str((ROOT / sys.argv[1] / "bin" / "python").absolute()))
+    here, other = environments()
     with tempfile.TemporaryDirectory(prefix="epd-mixed-") as name:
         folder = Path(name)
         model = build(folder)

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import httpx
 
-from ci.mixed_engines import ROOT, Content, Environment, build, launcher, reference
+from ci.mixed_engines import Content, Environment, build, environments, launcher, reference
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.demo import servers
 from epd_portable.errors import LaunchError
@@ -309,8 +309,7 @@ def problems(
 
 def main() -> None:
     """Run the update; exit status 1 when a request fails or a response differs."""
-    new = Environment(sys.executable)
-    old = Environment(str((ROOT / sys.argv[1] / "bin" / "python").absolute()))
+    new, old = environments()
     with tempfile.TemporaryDirectory(prefix="epd-rolling-") as name:
         folder = Path(name)
         model = build(folder)
