@@ -22,9 +22,13 @@ print("to stderr", file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize(("instance", "status"), [("encode-0", 0), ("", 1)])
-def test_full_disk_ends_no_process_of_the_launcher(instance: str, status: int) -> None:
-    environment = {**os.environ, "EPD_INSTANCE": instance}
+@pytest.mark.parametrize(
+    ("instance", "unbuffered", "status"), [("encode-0", "1", 0), ("encode-0", "", 0), ("", "1", 1)]
+)
+def test_full_disk_ends_no_process_of_the_launcher(
+    instance: str, unbuffered: str, status: int
+) -> None:
+    environment = {**os.environ, "EPD_INSTANCE": instance, "PYTHONUNBUFFERED": unbuffered}
     with FULL.open("wb", buffering=0) as full:
         command = [sys.executable, "-c", WRITES]
         done = subprocess.run(command, stdout=full, stderr=full, env=environment, timeout=60)

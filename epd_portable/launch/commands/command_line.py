@@ -7,6 +7,7 @@ import functools
 import inspect
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -124,6 +125,7 @@ class CommandLine(click.Group):
                 what = f"{error.filename or 'output'}: {error.strerror or error}"
                 with contextlib.suppress(OSError):
                     click.echo(f"{self.name}: cannot read or write {what}", err=True)
+                _drop_output()
                 return FAILED
             case _:
                 raise error
@@ -133,6 +135,16 @@ class CommandLine(click.Group):
         else:
             click.echo(without_passwords(text.rstrip("\n")), err=True)
         return code
+
+
+def _drop_output() -> None:
+    """Drop output that cannot be written: Python would report it once more, with status 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _with_examples(text: str) -> str:

@@ -88,7 +88,8 @@ def test_a_fault_of_ours_is_not_hidden() -> None:
     assert isinstance(CliRunner().invoke(failing(IndexError()), ["work"]).exception, IndexError)
 
 
-def test_a_page_that_cannot_be_printed_is_one_line() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_page_that_cannot_be_printed_is_one_line(unbuffered: str) -> None:
     code = "from epd_portable.launch.cli import main; main(['--help'])"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
@@ -99,6 +100,7 @@ def test_a_page_that_cannot_be_printed_is_one_line() -> None:
             timeout=60,
             check=False,
             cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
         )
     assert done.returncode == 1
     assert done.stderr == ("epd-launch: cannot read or write output: No space left on device\n")
