@@ -35,7 +35,7 @@ from epd_portable.log import access_log
 from epd_portable.media.limits import check_settings
 from epd_portable.placement.instances import EngineSettings, InstanceState
 from epd_portable.placement.profiles.selection_types import SESSION_HEADER
-from epd_portable.responses import RETRY_AFTER_S, body_timeout, error_reply
+from epd_portable.responses import RETRY_AFTER_S, body_timeout, error_reply, unavailable
 from epd_portable.vllm_plugin import media_bounds
 
 logger = logging.getLogger(__name__)
@@ -237,6 +237,9 @@ class FrontMiddleware:
             if one.failure is not None and not one.begun:
                 return  # vLLM's response to the failure is not sent.
             if message["type"] == "http.response.start":
+                if message["status"] == 500 and self._stops():
+                    one.failure = _STOPPED
+                    return
                 one.status = message["status"]
                 given = dict(message["headers"]).get(b"x-request-id", b"")
                 one.request_id = given.decode("latin-1")
@@ -271,6 +274,10 @@ class FrontMiddleware:
                 await self._app(scope, bounded, noted)
             except (RequestError, ClientDisconnect) as failure:
                 one.failure = one.failure or failure
+            except Exception:
+                if one.begun or not self._stops():
+                    raise
+                one.failure = one.failure or _STOPPED
             if one.begun or one.failure is None:
                 return
             if isinstance(one.failure, RequestError):
@@ -287,6 +294,10 @@ class FrontMiddleware:
             self._metrics.requests.labels(str(one.status)).inc()
             if self._log is not None:
                 self._log.info(_line_of(scope, one, begun))
+
+    def _stops(self) -> bool:
+        """Return whether what renders and generates has ended, or is about to."""
+        return self._client is not None and self._client.is_draining
 
     def _has_key(self, scope: Scope, one: FrontExchange) -> bool:
         """Return whether a request may be served, and note its key."""
@@ -407,6 +418,7 @@ def _line_of(scope: Scope, one: FrontExchange, begun: float) -> str:
     return json.dumps({name: each for name, each in line.items() if each or name in needed})
 
 
+_STOPPED = unavailable("this server is being stopped: try again in a few seconds")
 _UNAUTHORIZED = JSONResponse({"error": "Unauthorized"}, 401, {"www-authenticate": "Bearer"})
 """vLLM's response to a request without a valid key, with the header that HTTP requires."""
 

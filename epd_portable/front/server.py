@@ -32,9 +32,12 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from epd_portable.front import connections
 from epd_portable.front.client import FrontSettings, SplitClient
+from epd_portable.front.exchange import current
+from epd_portable.front.request import UnavailableError
 from epd_portable.front.warm_up import WarmUp
 from epd_portable.vllm_plugin import compat, exposition
 
@@ -72,6 +75,15 @@ class Front(compat.passing_errors(AsyncLLM)):  # type: ignore[misc]
             return process(data, items, uuids, *args, **kwargs)
 
         self.renderer._process_mm_uuids = process_uuids
+
+    async def add_request(self, *args: Any, **kwargs: Any) -> Any:
+        """Add a request; 503 if the front was stopped while it was rendered (vLLM: 500)."""
+        try:
+            return await super().add_request(*args, **kwargs)
+        except EngineDeadError:
+            error = UnavailableError("this server is being stopped")
+            current().refuse(error)
+            raise error from None
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Let open requests end, and then all that they need: vLLM ends its renderer first."""

@@ -461,6 +461,27 @@ async def test_request_that_fails_in_the_application_counts_as_500(serve: Serve)
     assert total(page, 'epd_front_requests_total{status="500"}') == 1
 
 
+@pytest.mark.parametrize("raises", [False, True])
+async def test_fault_of_the_application_during_a_stop_is_503(serve: Serve, raises: bool) -> None:
+    """What renders a prompt has ended then."""
+
+    def failing(*_: Any) -> ASGIApp:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if raises:
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            await PlainTextResponse("a fault", 500)(scope, receive, send)
+
+        return app
+
+    http, client = serve(failing)
+    client.is_draining = True
+    reply = await http.post(CHAT, content=b"{}")
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "2")
+    assert "this server is being stopped" in reply.json()["error"]["message"]
+    page = generate_latest(client.metrics.registry).decode()
+    assert total(page, 'epd_front_requests_total{status="503"}') == 1
+
+
 async def test_path_with_the_prefix_of_engines_goes_to_vllm(serve: Serve) -> None:
     http, _ = serve()
     assert (await http.post("/epd/instancespd-0", content=b"abc")).text == "3"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams
 
+from epd_portable.errors import RequestError
 from epd_portable.front.client import SplitClient
 from epd_portable.front.exchange import FrontExchange, GracefulHTTPError, exchange
 from epd_portable.front.server import Front
@@ -45,6 +46,16 @@ async def test_new_request_during_a_stop_gets_503_and_open_ones_end(
     assert await asked == "stop"
     await stopping
     assert {*open_at_close} == {0}
+
+
+async def test_request_rendered_during_a_stop_gets_503(client: SplitClient, front: Front) -> None:
+    one = FrontExchange()
+    exchange.set(one)
+    await asyncio.to_thread(front.shutdown)
+    with pytest.raises(GracefulHTTPError, match="this server is being stopped"):
+        await ask(front, "rendered")
+    assert isinstance(one.failure, RequestError)
+    assert one.failure.status == 503
 
 
 @pytest.mark.parametrize(
