@@ -39,6 +39,8 @@ OVER_VLLM = (
     "tests/unit/vllm_plugin",
 )
 """Import vLLM when they are collected, by which each of several workers would be held up."""
+OWN_ENGINES = ("tests/e2e/modalities", "tests/e2e/front/test_kept_keys.py")
+"""Share no engine with other tests of engines."""
 MODELS = "tests/property"
 MORE_EXAMPLES = ("--hypothesis-profile=thorough", "--timeout=7200")
 """Twenty times the examples of the short run, other ones each time."""
@@ -102,12 +104,13 @@ def pieces(*, full: bool) -> list[Piece]:
         return [f"--ignore={path}" for path in OVER_VLLM if path.startswith(folder)]
 
     return [
-        tests("engines", "tests/e2e", engines=True),
+        tests("engines", "tests/e2e", *map("--ignore={}".format, OWN_ENGINES), engines=True),
         # Other pieces need it.
         Piece(
             name=NPU_ENVIRONMENT,
             argv=[sys.executable, "-m", "ci.make_env", "--platform", "npu-sim"],
         ),
+        tests("engines of their own", *OWN_ENGINES, engines=True),
         tests("tests over vLLM", *([] if full else [MODELS]), *OVER_VLLM),
         tests(
             "tests without engines",
