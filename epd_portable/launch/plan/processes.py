@@ -7,35 +7,28 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from epd_portable.config.choice import with_file
 from epd_portable.config.hardware import HardwareProfile
-from epd_portable.config.roles import ENCODES, ROLES, SENDS_KV, TAKES_KV, Role
+from epd_portable.config.roles import ENCODES, SENDS_KV, TAKES_KV, Role
 from epd_portable.config.schema import Topology
 from epd_portable.encode.two_levels import FILLED
-from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import (
     CPU_KV_GIB,
     Engine,
-    ModelSource,
+    Site,
     answering,
     as_member,
     engine_argv,
     front_argv,
 )
 from epd_portable.launch.plan.kv import KVConnector, kv_connector
-from epd_portable.launch.plan.machine import Machine
-from epd_portable.launch.plan.placement import Cores, InstancePlacement, place_instances
+from epd_portable.launch.plan.placement import Cores, InstancePlacement
 from epd_portable.media.addresses import in_url
 from epd_portable.placement.profiles.policy import Policy
-from epd_portable.platforms.traits import PlatformTraits
-from epd_portable.transfer.curve import is_off_host
-from epd_portable.transfer.registry import offered
 
 _NAMES = ("EPD_INSTANCE", "OTEL_SERVICE_NAME")
 """Variables that hold the name of a process."""
@@ -111,47 +104,27 @@ class Plan:
 
 
 def make_plan(
-    topology: Topology,
+    site: Site,
+    encode: Site,
     *,
-    model: ModelSource,
-    traits: PlatformTraits,
-    machine: Machine,
-    run_id: str,
     free_port: Callable[[], int],
-    temp_dir: str,
     hardware: HardwareProfile | None = None,
-    roles: Collection[Role] = ROLES,
-    planned_apart: Collection[Role] = (),
-    python: str = "",
 ) -> Plan:
-    """Decide processes, command lines, devices, cores and ports.
+    """Decide processes, command lines and ports.
 
     Args:
-        topology: Checked configuration of the platform of ``traits``.
-        model: What ``topology.model`` resolves to.
+        site: Of the front, and of all engines but for encode engines.
+        encode: Of these; another one where they have a platform or an environment of their own.
         free_port: Returns one free port of ``launch.host`` after another.
-        temp_dir: Folder of the run, see `Engine.env` and `run_secret_file`.
-        roles: Instances of others are left out.
-        planned_apart: Roles of another plan of this platform, which have their part of the devices
-            or cores.
-        python: Interpreter of engines that join the front of another plan; empty for a whole plan.
 
     Raises:
-        ConfigError: The topology does not fit the platform or the machine.
+        ConfigError: Settings of KV, or of the choice of engines, do not fit.
     """
-    _check_host(topology, traits)
+    topology = site.topology
     store, joins = topology.store, tuple(topology.launch.join)
-    has_hubs = bool(joins or python)
-    kv = kv_connector(topology, traits)
-    placed = place_instances(
-        topology,
-        traits,
-        devices=machine.devices,
-        cores=machine.cores,
-        roles=[*roles, *planned_apart],
-    )
-    devices = placed.by_device
-    warnings = list(placed.warnings)
+    kv = kv_connector(topology, site.traits)
+    devices = site.placed.by_device
+    warnings = [*encode.placed.warnings, *site.placed.warnings]
     if store is not None and topology.secret_file is None:
         warnings.append(
             "store: only holders of the same secret can use its entries, and the launcher makes "
@@ -160,54 +133,49 @@ def make_plan(
         )
 
     def engine(placement: InstancePlacement) -> Engine:
-        ports = {"http": free_port(), "jobs": free_port()} if has_hubs else {}
+        own = encode if placement.role == "encode" else site
+        ports: dict[str, int] = {}
+        if joins or own is not site:
+            ports |= {"http": free_port(), "jobs": free_port()}
         if placement.role != "encode":
             ports |= {"control": free_port(), "data": free_port()}
         own_kv = kv if placement.role in SENDS_KV | TAKES_KV else None
         if own_kv:
             ranks = topology.instances.of(placement.role).tensor_parallel_size
             ports |= own_kv.ports(ranks, free_port)
-        return Engine(
-            topology=topology,
-            model=model,
-            traits=traits,
-            placement=placement,
-            shares_device=any(len(devices[device]) > 1 for device in placement.devices),
-            ports=ports,
-            kv=own_kv,
-            run_id=run_id,
-            temp_dir=temp_dir,
-            has_compiler=machine.has_compiler,
-            python=python or sys.executable,
-        )
+        return Engine(site=own, placement=placement, ports=ports, kv=own_kv)
 
-    engines = [engine(each) for each in placed.instances if each.role in roles]
-    processes = [_engine_process(each, placed.starts_after(each.name)) for each in engines]
-    if not has_hubs:
+    placements = [each for each in encode.placed.instances if each.role == "encode"]
+    placements += [each for each in site.placed.instances if each.role != "encode"]
+    engines = [engine(each) for each in placements]
+    processes = list(map(_engine_process, engines))
+    if not joins:
         if topology.front.choice is not None:
             Policy(with_file(topology.front.choice))  # An invalid file is reported here.
-        env = answering(engines).env()
+        own_engines = [each for each in engines if each.site is site]
+        env = answering(own_engines).env()
+        rest = site.placed.rest
         processes.append(
             ProcessSpec(
                 name="front",
                 role="front",
-                argv=front_argv(engines),
+                argv=front_argv(own_engines),
                 env={name: "front" if name in _NAMES else value for name, value in env.items()},
                 url=_front_url(topology),
                 ports={"http": topology.front.port},
-                cores=(placed.rest,) if placed.rest else (),
+                cores=(rest,) if rest else (),
                 tls_cert_file=topology.front.tls_cert_file or "",
             )
         )
     return Plan(
-        run_id=run_id,
-        platform=traits.name,
-        model=model.served_name,
+        run_id=site.run_id,
+        platform=site.traits.name,
+        model=site.model.served_name,
         url=f"{joins[0] if joins else _front_url(topology)}/v1",
         processes=tuple(processes),
-        warnings=tuple(warnings),
+        warnings=tuple(dict.fromkeys(warnings)),
         joins=joins,
-        members=tuple(map(as_member, engines)) if has_hubs else (),
+        members=tuple(as_member(each) for each in engines if "jobs" in each.ports),
         devices={name: tuple(each.name for each in here) for name, here in devices.items()},
         hardware=f"{hardware.name}: {hardware.device}" if hardware else "",
         kv=kv,
@@ -215,7 +183,7 @@ def make_plan(
     )
 
 
-def _engine_process(engine: Engine, after: tuple[str, ...]) -> ProcessSpec:
+def _engine_process(engine: Engine) -> ProcessSpec:
     topology, port = engine.topology, engine.ports.get("http")
     joins_own = port and not topology.launch.join
     front = f"{_front_url(topology)}/epd/instances/{engine.name}"
@@ -230,27 +198,9 @@ def _engine_process(engine: Engine, after: tuple[str, ...]) -> ProcessSpec:
         cores=engine.placement.cores,
         shm_name=engine.instance.pool,
         tls_cert_file="" if port else topology.front.tls_cert_file or "",
-        after=after,
-        apart=f"{engine.traits.name}, {engine.python}" if joins_own else "",
+        after=engine.site.placed.starts_after(engine.name),
+        apart=f"{engine.site.traits.name}, {engine.site.python}" if joins_own else "",
     )
-
-
-def _check_host(topology: Topology, traits: PlatformTraits) -> None:
-    host, transfer = topology.launch.host, topology.transfer
-    if not is_off_host(host):
-        for url in topology.launch.join:
-            if is_off_host(urlsplit(url).hostname or ""):
-                raise ConfigError(
-                    f"launch.join {url} is on another host, which does not reach launch.host "
-                    f"{host}; set launch.host to this machine's address in its network"
-                )
-        return
-    if topology.secret_file is None:
-        raise ConfigError(
-            f"launch.host {host} is not the loopback address: set secret_file, which the other "
-            "hosts must hold too (epd-launch secret FILE makes one)"
-        )
-    offered(transfer.path, traits.name, plain=transfer.trusted_network)
 
 
 def _front_url(topology: Topology) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+import psutil
 
 from epd_portable import envs
 from epd_portable.config.folders import expanded
@@ -18,7 +21,7 @@ from epd_portable.config.roles import ROLES, Role, group_of
 from epd_portable.config.schema import AUTO, Topology
 from epd_portable.config.store import StoreSection
 from epd_portable.errors import ConfigError, EPDError, StoreError
-from epd_portable.launch.plan.engine import ModelSource, resolve_model
+from epd_portable.launch.plan.engine import ModelSource, Site, resolve_model
 from epd_portable.launch.plan.file_checks import engine_settings
 from epd_portable.launch.plan.machine import (
     Machine,
@@ -29,14 +32,12 @@ from epd_portable.launch.plan.machine import (
     port_source,
     ports_in_order,
     require_free,
-    require_module,
-    require_shm,
 )
+from epd_portable.launch.plan.placement import place_instances
 from epd_portable.launch.plan.processes import Plan, make_plan
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
+from epd_portable.transfer.pool import SHM_FOLDER
 from epd_portable.transfer.stores.base import make_store
-
-_ENCODE: tuple[Role, ...] = ("encode",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,50 +138,43 @@ class PlanRequest:
             ConfigError: The topology does not fit; names the place of the key.
         """
         launch = topology.launch
+        apart = self.for_encode(topology) if topology.encodes_apart else self
+        is_elsewhere = apart.traits is not self.traits
         reserved = {topology.front.port, *(self.hardware.ports_to_avoid if self.hardware else ())}
         with self._located():
-            make = partial(
-                make_plan,
+            free_port = (
+                ports_in_order(launch.first_port, reserved=reserved)
+                if launch.first_port is not None
+                else port_source(run_id, reserved=reserved, host=launch.host, free=free)
+            )
+            roles = [role for role in ROLES if role != "encode" or not is_elsewhere]
+            site = Site(
+                topology=topology,
                 model=model
                 or resolve_model(topology.model, served_name=topology.served_model_name),
+                traits=self.traits,
+                placed=place_instances(topology, self.traits, machine, roles),
+                has_compiler=machine.has_compiler,
                 run_id=run_id,
-                free_port=ports_in_order(launch.first_port, reserved=reserved)
-                if launch.first_port is not None
-                else port_source(run_id, reserved=reserved, host=launch.host, free=free),
                 temp_dir=temp_dir,
             )
-        if not topology.encodes_apart:
-            with self._located():
-                return make(topology, traits=self.traits, machine=machine, hardware=self.hardware)
-        encode = self.for_encode(topology)
-        on_same = encode.traits is self.traits
-        rest = tuple(role for role in ROLES if role not in _ENCODE)
-        found = encode.load()
-        with encode._located():
-            others = make(
-                found,
-                traits=encode.traits,
-                machine=encode_machine
-                or (machine if on_same else assumed_machine(encode.traits, {})),
-                roles=_ENCODE,
-                planned_apart=rest if on_same else (),
-                python=python_of(topology),
+        encode = site
+        if is_elsewhere:
+            found = apart.load()
+            machine = encode_machine or assumed_machine(apart.traits, {})
+            with apart._located():
+                placed = place_instances(found, apart.traits, machine, ["encode"])
+            encode = replace(
+                site,
+                topology=found,
+                traits=apart.traits,
+                placed=placed,
+                has_compiler=machine.has_compiler,
             )
+        if topology.encodes_apart:
+            encode = replace(encode, python=python_of(topology))
         with self._located():
-            plan = make(
-                topology,
-                traits=self.traits,
-                machine=machine,
-                hardware=self.hardware,
-                roles=rest,
-                planned_apart=_ENCODE if on_same else (),
-            )
-        return replace(
-            plan,
-            processes=(*others.processes, *plan.processes),
-            warnings=tuple(dict.fromkeys((*others.warnings, *plan.warnings))),
-            members=others.members,
-        )
+            return make_plan(site, encode, free_port=free_port, hardware=self.hardware)
 
     def for_encode(self, topology: Topology) -> PlanRequest:
         """Return the request for encode instances of a platform or environment of their own."""
@@ -222,19 +216,25 @@ def python_of(topology: Topology) -> str:
 
 def refusals(topology: Topology, plan: Plan) -> list[EPDError]:
     """Return why this machine cannot run a plan at this moment."""
-    front, kv, counts = topology.front, plan.kv, topology.instances.counts
-    pools = sum(count for role, count in counts.items() if topology.gets_items(role))
-    checks = [partial(require_shm, topology.transfer.pool_bytes, pools)]
-    if not plan.joins:
-        checks.append(partial(require_free, front.port, front.host))
-    if kv:
-        checks.append(partial(require_module, kv.module, needed_by=kv.cls, install=kv.install))
     found: list[EPDError] = []
-    for check in checks:
+    counts, pool_bytes = topology.instances.counts, topology.transfer.pool_bytes
+    pools = sum(count for role, count in counts.items() if topology.gets_items(role))
+    free = psutil.disk_usage(str(SHM_FOLDER)).free
+    if pool_bytes * pools > free:  # A full one kills writers.
+        text = (
+            f"transfer.pool_bytes: {pools} × {pool_bytes / 2**20:.0f} MiB do not fit into "
+            f"{SHM_FOLDER} ({free / 2**20:.0f} MiB free); lower it, remove old files there, or "
+            "enlarge it (docker run --shm-size)"
+        )
+        found.append(ConfigError(text))
+    if not plan.joins:
         try:
-            check()
+            require_free(topology.front.port, topology.front.host)
         except EPDError as error:
             found.append(error)
+    if plan.kv and importlib.util.find_spec(plan.kv.module) is None:
+        text = f"{plan.kv.cls} needs the module {plan.kv.module!r}, which is not here: "
+        found.append(ConfigError(text + plan.kv.install))
     return found
 
 

@@ -9,8 +9,10 @@ from typing import Any
 from epd_portable.config.hardware import HardwareProfile
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.load import parse_topology
-from epd_portable.launch.plan.engine import ModelSource
-from epd_portable.launch.plan.processes import Machine, Plan, ProcessSpec, make_plan
+from epd_portable.launch.plan.engine import ModelSource, Site
+from epd_portable.launch.plan.machine import Machine
+from epd_portable.launch.plan.placement import place_instances
+from epd_portable.launch.plan.processes import Plan, ProcessSpec, make_plan
 from epd_portable.platforms.traits import TRAITS
 
 MODEL = ModelSource(argument="/models/m", served_name="m", is_folder=True)
@@ -27,16 +29,18 @@ def plan_of(
     **machine: Any,
 ) -> Plan:
     ports = itertools.count(20000)
-    return make_plan(
-        parse_topology(text, platform),  # type: ignore[arg-type]
+    topology, traits = parse_topology(text, platform), TRAITS[platform]  # type: ignore[arg-type]
+    here = Machine(devices=devices, cores=cores, **machine)
+    site = Site(
+        topology=topology,
         model=model,
-        traits=TRAITS[platform],
-        machine=Machine(devices=devices, cores=cores, **machine),
+        traits=traits,
+        placed=place_instances(topology, traits, here),
+        has_compiler=here.has_compiler,
         run_id="00c0ffee",
-        free_port=lambda: next(ports),
         temp_dir="/tmp/epd-00c0ffee",
-        hardware=hardware,
     )
+    return make_plan(site, site, free_port=lambda: next(ports), hardware=hardware)
 
 
 def options(spec: ProcessSpec) -> dict[str, str]:

@@ -9,19 +9,11 @@ import pytest
 from epd_portable.config.groups import InstanceGroup
 from epd_portable.config.roles import Role
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.placement import Placements, place_on_cores, place_on_devices
+from epd_portable.launch.plan.placement import place_on_cores, place_on_devices
 
 
 def groups(encode: dict[str, Any], pd: dict[str, Any]) -> dict[Role, InstanceGroup]:
     return {"encode": InstanceGroup(**encode), "prefill-decode": InstanceGroup(**pd)}
-
-
-def of_each(placements: Placements, field: str) -> list[list[Any]]:
-    """Return what the instances of each role have."""
-    return [
-        [getattr(each, field) for each in placements.instances if each.role == role]
-        for role in ("encode", "prefill-decode")
-    ]
 
 
 TWO = {"tensor_parallel_size": 2}
@@ -30,10 +22,10 @@ TWO = {"tensor_parallel_size": 2}
 @pytest.mark.parametrize(
     ("encode", "pd", "available", "expected"),
     [
-        ({"count": 2}, TWO, ["3", "4", "5", "6", "7"], [[("3",), ("4",)], [("5", "6")]]),
-        ({}, {"count": 2}, None, [[("0",)], [("1",), ("2",)]]),
-        ({}, {"devices": ["0", "1"], **TWO}, ["0", "1", "2"], [[("2",)], [("0", "1")]]),
-        ({"devices": ["0"]}, {"devices": ["0"]}, ["0"], [[("0",)], [("0",)]]),
+        ({"count": 2}, TWO, ["3", "4", "5", "6", "7"], [["3", "4"], ["5", "6"]]),
+        ({}, {"count": 2}, None, [["0"], ["1", "2"]]),
+        ({}, {"devices": ["0", "1"], **TWO}, ["0", "1", "2"], [["2"], ["0", "1"]]),
+        ({"devices": ["0"]}, {"devices": ["0"]}, ["0"], [["0"], ["0"]]),
     ],
     ids=["one a rank", "nobody counted them", "lists are kept", "listed twice is shared"],
 )
@@ -41,10 +33,9 @@ def test_ranks_get_devices_of_their_own_or_those_that_are_listed(
     encode: dict[str, Any],
     pd: dict[str, Any],
     available: list[str] | None,
-    expected: list[list[tuple[str, ...]]],
+    expected: list[list[str]],
 ) -> None:
-    placed = place_on_devices(groups(encode, pd), available)
-    assert of_each(placed, "devices") == expected
+    assert [*place_on_devices(groups(encode, pd), available).values()] == expected
 
 
 @pytest.mark.parametrize(
@@ -65,17 +56,17 @@ def test_topology_beyond_the_devices_is_refused(pd: dict[str, Any], complaint: s
 
 
 @pytest.mark.parametrize(
-    ("encode", "pd", "allowed", "cores", "rest", "said"),
+    ("encode", "pd", "allowed", "cores", "said"),
     [
-        ({}, TWO, range(8), [[((0, 1),)], [((2, 3), (4, 5))]], (6, 7), []),
-        ({}, {}, range(8), [[((0, 1, 2, 3),)], [((4, 5, 6, 7),)]], (), []),
-        ({"cores": [0]}, {"cores": [2]}, range(4), [[((0,),)], [((2,),)]], (1, 3), []),
-        ({"cores": [7]}, {}, range(8), [[((7,),)], [((0, 1, 2, 3, 4, 5, 6),)]], (), []),
-        ({}, {}, [4, 6], [[((4,),)], [((6,),)]], (), []),
-        ({}, {"count": 3}, [4, 6], [[()], [(), (), ()]], (), ["4 ranks for 2 CPU cores (4,6)"]),
-        ({"cores": [4]}, TWO, [4, 6], [[((4,),)], [((6,), (6,))]], (), ["2 ranks for 1 CPU cores"]),
-        ({"cores": [0]}, {"cores": [0, 1]}, [0, 1], None, (), ["core 0 is in the list of more"]),
-        ({"cores": [0, 1]}, {}, [0, 1], None, (), ["groups without a list share those cores"]),
+        ({}, TWO, range(8), [[(0, 1)], [(2, 3), (4, 5)]], []),
+        ({}, {}, range(8), [[(0, 1, 2, 3)], [(4, 5, 6, 7)]], []),
+        ({"cores": [0]}, {"cores": [2]}, range(4), [[(0,)], [(2,)]], []),
+        ({"cores": [7]}, {}, range(8), [[(7,)], [(0, 1, 2, 3, 4, 5, 6)]], []),
+        ({}, {}, [4, 6], [[(4,)], [(6,)]], []),
+        ({}, {"count": 3}, [4, 6], [], ["4 ranks for 2 CPU cores (4,6)"]),
+        ({"cores": [4]}, TWO, [4, 6], [[(4,)], [(6,), (6,)]], ["2 ranks for 1 CPU cores"]),
+        ({"cores": [0]}, {"cores": [0, 1]}, [0, 1], None, ["core 0 is in the list of more"]),
+        ({"cores": [0, 1]}, {}, [0, 1], None, ["groups without a list share those cores"]),
     ],
 )
 def test_cores_are_divided_evenly_and_what_is_odd_is_said(
@@ -83,15 +74,14 @@ def test_cores_are_divided_evenly_and_what_is_odd_is_said(
     pd: dict[str, Any],
     allowed: list[int],
     cores: object,
-    rest: tuple[int, ...],
     said: list[str],
 ) -> None:
-    placements = place_on_cores(groups(encode, pd), allowed)
-    assert cores in (None, of_each(placements, "cores"))
-    assert placements.rest == rest
-    assert all(each in told for each, told in zip(said, placements.warnings, strict=True))
+    warnings: list[str] = []
+    found = place_on_cores(groups(encode, pd), allowed, warnings)
+    assert cores in (None, [*found.values()])
+    assert all(each in told for each, told in zip(said, warnings, strict=True))
 
 
 def test_a_core_that_this_process_may_not_use_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"core 5 is not among .* \(0-3\)"):
-        place_on_cores(groups({"cores": [5]}, {}), range(4))
+        place_on_cores(groups({"cores": [5]}, {}), range(4), [])

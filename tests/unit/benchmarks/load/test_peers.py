@@ -14,9 +14,8 @@ from epd_benchmarks.load.sides import (
 )
 from epd_portable.config.load import load_topology
 from epd_portable.demo.servers import Server
-from epd_portable.launch.plan.engine import resolve_model
-from epd_portable.launch.plan.processes import Machine, make_plan
-from epd_portable.platforms.traits import TRAITS
+from epd_portable.launch.plan.machine import Machine
+from epd_portable.launch.plan.request import PlanRequest
 
 ROOT = Path(__file__).resolve().parents[4]
 OMP = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "TORCH_COMPILE_DISABLE")
@@ -56,15 +55,11 @@ def value(argv: Sequence[str], flag: str) -> str:
 
 def test_tuned_cpu_baseline_has_launcher_threads_and_executor(tmp_path: Path) -> None:
     peer = plain("cpu", ("2", "3"), tmp_path, "engine_args.seed=7", tuned=True)
-    ours = make_plan(
-        topology("cpu", "instances.encode.cores=[0, 1]", "instances.prefill_decode.cores=[2, 3]"),
-        model=resolve_model("demo"),
-        traits=TRAITS["cpu"],
-        machine=Machine(devices=None, cores=(0, 1, 2, 3)),
-        run_id="0",
-        free_port=iter(range(20000, 20100)).__next__,
-        temp_dir=str(tmp_path),
-    ).processes[1]
+    cores = ("instances.encode.cores=[0, 1]", "instances.prefill_decode.cores=[2, 3]")
+    config = ROOT / "configs" / "1e1pd.yaml"
+    request = PlanRequest.from_options(platform="cpu", config=config, overrides=cores)
+    machine = Machine(devices=None, cores=(0, 1, 2, 3))
+    ours = request.plan(request.load(), "0", machine, temp_dir=str(tmp_path)).processes[1]
     assert {name: peer.env[name] for name in OMP} == {name: ours.env[name] for name in OMP}
     assert value(peer.argv, EXECUTOR) == value(ours.argv, EXECUTOR)
     assert (value(peer.argv, "--seed"), value(peer.argv, "--dtype")) == ("7", "bfloat16")
