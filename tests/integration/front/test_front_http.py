@@ -447,9 +447,15 @@ async def test_requests_about_engines_are_timed_and_used_once(serve: Serve) -> N
     assert client.engines.by_name["pd-0"].instance.health.usable
 
 
-async def test_request_that_fails_in_the_application_counts_as_500(serve: Serve) -> None:
+@pytest.mark.parametrize(("begins", "status"), [(False, 500), (True, 200)])
+async def test_failed_application_counts_with_the_status_that_was_sent(
+    serve: Serve, begins: bool, status: int
+) -> None:
     def failing(*_: Any) -> ASGIApp:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if begins:
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await send({"type": "http.response.body", "body": b"data", "more_body": True})
             raise OSError("a fault of the application")
 
         return app
@@ -458,7 +464,7 @@ async def test_request_that_fails_in_the_application_counts_as_500(serve: Serve)
     with pytest.raises(OSError, match="a fault"):
         await http.post(CHAT, content=b"{}")
     page = generate_latest(client.metrics.registry).decode()
-    assert total(page, 'epd_front_requests_total{status="500"}') == 1
+    assert total(page, f'epd_front_requests_total{{status="{status}"}}') == 1
 
 
 @pytest.mark.parametrize("raises", [False, True])

@@ -23,6 +23,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from epd_portable.engine import core
 from epd_portable.errors import RequestError
+from epd_portable.front import engines as engines_module
 from epd_portable.front.client import SplitClient
 from epd_portable.front.http import FrontMiddleware
 from epd_portable.vllm_plugin.requests import put_params
@@ -203,6 +204,28 @@ async def test_ended_engine_leaves_and_rejoins_each_server(front: Front) -> None
         await asyncio.to_thread(engine.end)
         for each in front.servers:
             await went_down(each, "pd-0")
+
+
+async def test_config_is_completed_by_the_first_generating_engine_only(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    make = engines_module.EngineClient
+
+    def noted(config: Any, *args: Any, **options: Any) -> Any:
+        given.append(config)
+        return make(config, *args, **options)
+
+    monkeypatch.setattr(engines_module, "EngineClient", noted)
+    own, found = [each.vllm_config for each in front.servers], []
+    for name in ("e-0", "pd-0", "pd-0"):
+        engine = await front.start(name)
+        found.append(sum(config is each for config in given for each in own))
+        given.clear()
+        await asyncio.to_thread(engine.end)
+        for each in front.servers:
+            await went_down(each, name)
+    assert found == [0, len(own), 0]
 
 
 async def test_engine_that_has_failed_is_down_before_its_end(front: Front) -> None:

@@ -491,7 +491,10 @@ async def test_other_version_of_hub_is_why_an_engine_is_down(front: Any, tmp_pat
         assert not instance.health.healthy
 
 
-async def test_silent_hub_is_gone_and_its_jobs_are_not_awaited(front: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("responds", [True, False])
+async def test_lost_hub_or_engine_is_down_and_its_jobs_are_not_awaited(
+    front: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, responds: bool
+) -> None:
     client = front()
     async with played_hub(client, tmp_path) as (hub, identity):
         instance = client.engines.by_name["e-far"].instance
@@ -499,11 +502,17 @@ async def test_silent_hub_is_gone_and_its_jobs_are_not_awaited(front: Any, tmp_p
             name="e-far", role="encode", vllm="0", fingerprint="", most=9, well=True,
             load=jobs.Load(),
         )  # fmt: skip
+        if not responds:
+            monkeypatch.setattr(jobs, "MISSED_BEATS", 1 << 30)
         await hub.send_multipart([identity, jobs.encode(here, "life")])
         await until_async(lambda: instance.health.usable)
         await client.add_request_async(asked("r", image("A")))
+        if not responds:
+            ill = msgspec.structs.replace(here, well=False)
+            await hub.send_multipart([identity, jobs.encode(ill, "life")])
         await until_async(lambda: not instance.health.healthy)
-        assert instance.health.reason == "it is silent"
+        why = "it is silent" if responds else "its engine does not respond"
+        assert instance.health.reason == why
         pd = client.engines.by_name["pd-0"].client
         await until_async(lambda: len(pd.requests) == 2)
         assert "pixel_values" in pd.last.mm_features[0].data

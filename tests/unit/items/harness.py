@@ -115,6 +115,7 @@ class PrefillSide:
         can_encode: bool = True,
         path: str = "shm",
         lookahead: int = 0,
+        min_start_tokens: int = 0,
     ) -> None:
         self.clock = Clock()
         self.registry = CollectorRegistry()
@@ -142,7 +143,9 @@ class PrefillSide:
                     TRAITS["cpu"], slot_alignment_bytes=ALIGNMENT, needs_device_copy=copies
                 ),
             )
-        self.prefill = PrefillRequests(config, self.shell, lookahead=lookahead)
+        self.prefill = PrefillRequests(
+            config, self.shell, lookahead=lookahead, min_start_tokens=min_start_tokens
+        )
         self.cache = self.shell.cache
         self.pool = self.shell.pool
         self.requests: dict[str, FakeRequest] = {}

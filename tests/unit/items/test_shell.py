@@ -85,6 +85,31 @@ def test_item_is_needed_early_by_the_lookahead(lookahead: int) -> None:
     assert pd.prefill.take_sleepers() == [], "it runs, and is queried in each step"
 
 
+def test_start_for_little_text_is_held_back_while_others_compute() -> None:
+    pd = PrefillSide(min_start_tokens=4)
+    pd.arrive("r", CAT, lead=3)
+    found = []
+    for is_busy in (True, True, False):
+        found.append(pd.prefill.take_woken(is_busy=is_busy))
+        found.append(pd.prefill.may_schedule("r", 0, running=False))
+    assert found == [["r"], False, [], False, ["r"], True]
+
+
+def test_request_without_progress_is_found_and_encodes_its_item() -> None:
+    pd = PrefillSide()
+    pd.arrive("r", CAT, lead=0)
+    pd.shell.pause(waiting=True, running=True)  # Its transfer has no deadline meanwhile.
+    found = []
+    for _ in range(2 * int(TIMEOUT_S) + 1):
+        found.append(pd.prefill.find_stalled(computed=False, starts=True))
+        pd.clock.now += 1
+    assert (found[:-1], found[-1]) == ([""] * (len(found) - 1), "r")
+    assert not pd.encode_here("r", 0)
+    pd.prefill.end_stalled("r")
+    pd.shell.before_step()
+    assert pd.encode_here("r", 0)
+
+
 def test_an_item_that_the_prefix_cache_covers_is_given_up(pair: Pair) -> None:
     pair.pd.arrive("r", CAT, DOG)
     pair.encode.submit(CAT)

@@ -158,6 +158,16 @@ def test_an_engine_whose_receiver_has_died_ends(caplog: pytest.LogCaptureFixture
     assert "no item comes here any more" in caplog.text
 
 
+def test_close_wakes_and_ends_the_thread() -> None:
+    pd, woken = PrefillSide(), threading.Event()
+    pd.mailbox.control = SimpleNamespace(  # type: ignore[attr-defined]
+        wait=lambda timeout_s: woken.wait(10), wake=woken.set
+    )
+    pd.shell.listen()
+    pd.shell.close()
+    assert not pd.shell.thread.is_alive()  # type: ignore[union-attr]
+
+
 BARE = Item("cat", transfer_id="t-cat", has_media=False)
 NOT_SENT = Item("cat", transfer_id="t-cat", sent_with_media=False)
 KINDS: dict[str, tuple[Item, bool]] = {

@@ -112,6 +112,20 @@ async def test_retry_after_is_when_those_that_wait_have_gone(
     assert door.keeper._waiters == {}
 
 
+async def test_refusal_after_a_wait_names_the_limit_and_counts_the_wait() -> None:
+    door = Door(decode={"max_requests": 1}, max_wait_s=0.001)
+    door.add("a")
+    assert await door.enter()
+    waiting = asyncio.create_task(door.enter())
+    await asyncio.sleep(0)
+    door.now_s = 10.0
+    with pytest.raises(RequestError, match=r"come within 0\.001 s") as refused:
+        await waiting
+    assert refused.value.retry_after_s == 20
+    limit = "front.admission.decode.max_requests of 1 for each usable instance of decode is reached"
+    assert str(refused.value).startswith(limit)
+
+
 async def test_request_cancelled_at_admission_releases_its_place() -> None:
     door = Door(max_requests=1)
     first = await door.enter()

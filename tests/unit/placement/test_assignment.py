@@ -308,3 +308,11 @@ def test_item_of_slow_encoder_is_encoded_by_idle_instance() -> None:
         for factor in (1, 2, 3)
     ]
     assert counts == [0, 0, 1]
+
+
+def test_encoder_without_a_remaining_item_delays_none() -> None:
+    scene = Scene()
+    idle, busy = scene.encoders
+    scene.has(busy, 10)
+    times, encoders = [TIME_S] * 3, [idle, busy, idle]
+    assert count_local_first(times, times, encoders, scene.pd, threshold=2.0) == 2

@@ -258,8 +258,9 @@ def test_work_is_counted_once_until_it_ends() -> None:
         for use, count in ((computes, 1), (computes, 1), (waits, 2)):
             use.compute()
             assert instance.responses.running == count
-        with instance.computing(7), instance.encoding(0.25):
-            assert (instance.tokens, instance.pending_encode_s) == (7, 0.25)
+        with instance.computing(7), instance.encoding(0.25), instance.in_flight("item"):
+            assert (instance.tokens, instance.pending_encode_s, instance.jobs) == (7, 0.25, 1)
+        assert instance.jobs == 0
     assert (instance.responses.running, instance.tokens, instance.pending_encode_s) == (0, 0, 0)
 
 
@@ -291,7 +292,7 @@ def test_watchers_hear_of_changes_only() -> None:
     instance = found(instances, "i-0")
     heard: list[str] = []
     instances.watch(lambda changed: heard.append(changed.health.state))
-    for event in (WELL, GONE, GONE, WELL, DRAIN, DRAIN):
+    for event in (WELL, GONE, GONE, WELL, DRAIN, DRAIN, lambda i: i.health.note("a problem")):
         event(instance)
     instances.remove("i-0")
-    assert heard == ["down", "up", "draining", "draining"]
+    assert heard == ["down", "up", *["draining"] * 3]

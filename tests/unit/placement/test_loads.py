@@ -14,8 +14,9 @@ def test_report_counts_until_its_instance_goes_down() -> None:
     report = LoadReport(waiting=2, running=3, kv_used=0.5)
     pd.take_report(report)
     assert pd.reported == report
+    pd.note_elsewhere(2, 3.0)
     pd.seen_gone("killed")
-    assert pd.reported is None
+    assert (pd.reported, pd.load, pd.pending_encode_s) == (None, 0, 0)
 
 
 def test_requests_sent_since_a_report_count_as_waiting() -> None:

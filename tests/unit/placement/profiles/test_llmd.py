@@ -65,6 +65,7 @@ SITUATIONS: list[tuple[str, SelectionRequest, list[Snapshot], str]] = [
     ("just below: the load decides", LONG, [pd("a", 4000, 59), pd("b", 0)], "b"),
     ("just below, and less to do", LONG, [pd("a", 3700, 59), pd("b", 0)], "a"),
     ("just there: it stays", LONG, [pd("a", 4000, 60), pd("b", 0)], "a"),
+    ("those without it wait, too", LONG, [pd("a", GATE, 100), pd("b", GATE - 7000)], "a"),
     ("two have it: the load", LONG, [pd("a", 900, 99), pd("b", 800, 99), pd("c", 0)], "b"),
     ("two have it: the rest, too", LONG, [pd("a", 500, 100), pd("b", 0, 60), pd("c", 0)], "a"),
     ("all have it", LONG, [pd("a", 2, 80), pd("b", 1, 80)], "b"),

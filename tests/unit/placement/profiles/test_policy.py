@@ -172,7 +172,12 @@ def test_each_type_makes_a_plugin_and_lists_its_parameters() -> None:
 
 
 def test_prompts_are_compared_where_a_plugin_asks_for_it() -> None:
-    for kind, wants in (("prefix-cache-scorer", True), ("queue-scorer", False)):
+    for kind, wants in (
+        ("prefix-cache-scorer", True),
+        ("queue-scorer", False),
+        ("kv-cache-utilization-scorer", False),
+        ("encode-load-scorer", False),
+    ):
         text = f"plugins: [{{type: {kind}, name: decode-filter}}]\n{PROFILE}"
         assert policy(text).wants_blocks is wants
         assert policy(text).wants_loads is not wants

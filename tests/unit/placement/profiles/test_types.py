@@ -345,6 +345,11 @@ def test_random_choice_follows_scores_and_repeats_by_request() -> None:
     assert 420 < heavy["i0"] < 540
 
 
+def test_chance_rounded_up_to_one_picks_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SelectionRequest, "chance", lambda _: 1.0)
+    assert picks("weighted-random-picker", [0.5, 0.5, 0.5]) == {"i2": 600}
+
+
 # Deciders.
 
 
