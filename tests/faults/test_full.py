@@ -18,23 +18,15 @@ import httpx
 from epd_portable.launch.plan.machine import port_source
 from epd_portable.launch.run import sessions
 from epd_portable.transfer.pool import SHM_FOLDER
+from tests.kit.commands import Ended, run
 from tests.kit.shm import ROOT, SHM_BYTES, small_shm
 
 DEADLINE_S = 60.0
 
 
-def python(
-    code: str, *, before: tuple[str, ...] = (), **env: str
-) -> subprocess.CompletedProcess[str]:
+def python(code: str, *, before: tuple[str, ...] = (), **env: str) -> Ended:
     """Run code in a process of its own."""
-    return subprocess.run(
-        [*before, sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-    )
+    return run(*before, sys.executable, "-c", code, PYTHONPATH=str(ROOT), **env)
 
 
 POOL = """

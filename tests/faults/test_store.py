@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from tests.faults.small.pictures import Picture
 from tests.faults.small.workers import WEIGHTS
 from tests.faults.topology import DEADLINE_S, Reply, Topology
 from tests.faults.traffic import check, quiet, send
+from tests.kit.commands import run
 from tests.kit.shm import ROOT, small_shm
 from tests.metrics_page import total
 from tests.servers import RedisServer
@@ -324,13 +324,6 @@ assert not list(Path("/dev/shm/store").rglob("drafts/*"))
 
 
 def test_disk_smaller_than_store_may_be_keeps_latest_entries() -> None:
-    done = subprocess.run(
-        [*small_shm(), sys.executable, "-c", FULL_DISK],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = run(*small_shm(), sys.executable, "-c", FULL_DISK, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert "enlarge the disk" in done.stdout

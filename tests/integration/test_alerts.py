@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from tests.kit.commands import run
 
 ALERTS = Path(__file__).resolve().parents[2] / "docs/observability/alerts.yaml"
 NAMES = [
@@ -134,9 +135,7 @@ def check(folder: Path, series: dict[str, str], minutes: int, firing: list[str])
     file = folder / "cases.yaml"
     document = {"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": [case]}
     file.write_text(yaml.safe_dump(document), "utf-8")
-    done = subprocess.run(
-        ["promtool", "test", "rules", str(file)], capture_output=True, text=True, timeout=60
-    )
+    done = run("promtool", "test", "rules", file)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

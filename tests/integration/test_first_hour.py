@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import re
-import subprocess
 import sys
 import zipfile
 from itertools import pairwise
@@ -21,6 +20,8 @@ from ci.first_hour import CALL_AGAIN, PIECES, REHEARSALS, TARGETS, Hour, Stage, 
 from epd_benchmarks.load.serve import read_points
 from epd_benchmarks.load.sides import read_sides
 from tests.first_hour.reference import url_of
+from tests.kit import commands
+from tests.kit.commands import Ended
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +64,7 @@ def test_late_stage_is_ended_with_children_and_retried(tmp_path: Path, how: str)
     script = (
         f"""echo '{{"figure": "half", "value": 1}}'; {how} sleep 300 & echo $! > "$1/child"; wait"""
     )
-    long = stage("long", script, limit_s=1.0)
+    long = stage("long", script, limit_s=3.0)
     told = run(tmp_path, long, stage("next", "true"))
     assert (told["long"]["status"], told["long"]["figures"]) == (None, {"half": 1})
     assert Hour(tmp_path, [long], "cpu").due == [long]
@@ -80,14 +81,9 @@ def test_call_ends_in_time_and_the_next_waits_for_the_rest(tmp_path: Path) -> No
     (programs / "nvidia-smi").chmod(0o755)
     argv = [sys.executable, "-m", "ci.first_hour", "cuda", "--out", str(tmp_path / "out")]
 
-    def call(call_s: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*argv, "--stage", "machine", "--call-s", call_s],
-            env={**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
+    def call(call_s: str) -> Ended:
+        path = f"{programs}:{os.environ['PATH']}"
+        return commands.run(*argv, "--stage", "machine", "--call-s", call_s, PATH=path)
 
     assert [call("0").returncode, call("0").returncode] == [CALL_AGAIN, CALL_AGAIN]
     (tmp_path / "go").touch()
@@ -152,7 +148,7 @@ def test_carried_model_infos_are_in_the_cache_of_vllm(tmp_path: Path) -> None:
     (cut / "a-Model.json").write_text("{}")
     (piece,) = carry.split(cut, tmp_path / "pieces", piece_bytes=1000)
     argv = [sys.executable, "-m", "ci.first_hour", "cuda", "--out", str(out), "--stage", "machine"]
-    subprocess.run([*argv, "--take", str(piece)], cwd=ROOT, capture_output=True)
+    commands.run(*argv, "--take", piece)
     told = run(out, stage("engine", 'cat "$VLLM_CACHE_ROOT/modelinfos/a-Model.json"', engine=True))
     assert (told["engine"]["status"], told["engine"]["tail"]) == (0, ["{}"])
 
@@ -183,27 +179,6 @@ def test_wheel_has_device_code_of_one_architecture(tmp_path: Path) -> None:
         found, text = file.read("engine/_C.so"), file.read("engine/_C.txt")
     assert text == library
     assert found == library.replace(b"ampere", bytes(6)).replace(b"compiled later", bytes(14))
-
-
-@pytest.mark.full
-def test_passed_tests_are_omitted_on_resume(tmp_path: Path) -> None:
-    file, passed = tmp_path / "test_two.py", tmp_path / "passed"
-    file.write_text(
-        f"def test_a():\n    pass\ndef test_b():\n    assert {passed.as_posix()!r} == ''\n"
-    )
-    argv = [sys.executable, "-m", "pytest", "-q", f"--resume={passed}", "-p", "no:cacheprovider"]
-    argv += [
-        "-c",
-        str(ROOT / "pyproject.toml"),
-        f"--rootdir={ROOT}",
-        "-p",
-        "tests.conftest",
-        str(file),
-    ]
-    said = [subprocess.run(argv, cwd=ROOT, capture_output=True, text=True).stdout for _ in "12"]
-    assert ["1 failed, 1 passed" in said[0], "1 failed, 1 deselected" in said[1]] == [True, True], (
-        said
-    )
 
 
 @pytest.mark.parametrize("target", [*TARGETS.values(), *REHEARSALS.values()], ids=str)
@@ -238,9 +213,8 @@ def test_load_at_parts_of_saturation(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "ci.load_rates", str(file)]
     argv_of = [sys.executable, "-c", "import sys; print(sys.argv[1:])"]
 
-    def run_at(side: str) -> subprocess.CompletedProcess[str]:
-        command = [*argv, side, "0.3/0.6/0.9", *argv_of]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    def run_at(side: str) -> Ended:
+        return commands.run(*argv, side, "0.3/0.6/0.9", *argv_of)
 
     found = run_at("whole")
     assert found.stdout.splitlines()[1] == "['--point', 'rate=6/12/18,share=0.5,size=1008']"
@@ -256,7 +230,7 @@ def test_load_at_parts_of_saturation(tmp_path: Path) -> None:
 
 
 def test_model_of_true_size_has_tokens_and_pixels_of_real_one(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "ci.true_shapes", tmp_path, "7b"], cwd=ROOT, check=True)
+    commands.run(sys.executable, "-m", "ci.true_shapes", tmp_path, "7b")
     read = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "7b").glob("*.json")}
     text, tower = read["config"]["text_config"], read["config"]["vision_config"]
     vocabulary = read["tokenizer"]["model"]["vocab"].values()

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import configparser
-import os
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.kit.commands import ROOT, run
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """A wheel built from the tracked files alone."""
     folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run(
-        ["git", "checkout-index", "--all", f"--prefix={folder / 'source'}/"], cwd=ROOT, check=True
-    )
     pip_wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
-    built = subprocess.run(
-        [*pip_wheel, "--no-build-isolation", "--wheel-dir", folder, folder / "source"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert built.returncode == 0, built.stderr[-2000:]
+    for built in (
+        run("git", "checkout-index", "--all", f"--prefix={folder / 'source'}/"),
+        run(*pip_wheel, "--no-build-isolation", "--wheel-dir", folder, folder / "source"),
+    ):
+        assert built.returncode == 0, built.stderr[-2000:]
     (path,) = folder.glob("*.whl")
     return zipfile.ZipFile(path)
 
@@ -84,15 +76,8 @@ def test_installed_launcher_plans_from_another_folder(
     installed, away = tmp_path / "installed", tmp_path / "away"
     away.mkdir()
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*install, "--target", installed, str(wheel.filename)], check=True)
+    assert run(*install, "--target", installed, wheel.filename).returncode == 0
     plan = [installed / "bin/epd-launch", "plan", "--platform", "cpu"]
-    planned = subprocess.run(
-        [*plan, "--config", "configs/1e1pd.yaml"],
-        cwd=away,
-        env={**os.environ, "PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    planned = run(*plan, "--config", "configs/1e1pd.yaml", cwd=away, PYTHONPATH=str(installed))
     assert planned.returncode == 0, planned.stderr
     assert f"--model {installed / 'epd_portable/demo/model'}" in planned.stdout

@@ -17,7 +17,6 @@ from epd_portable.items.metrics import ConsumerMetrics
 from epd_portable.items.placer import Placer
 from epd_portable.items.requests import PrefillRequests
 from epd_portable.items.shell import ItemShell
-from epd_portable.items.table import PromptItem
 from epd_portable.platforms import registry
 from epd_portable.transfer.copies import DeviceCopies
 from epd_portable.transfer.worker_endpoint import WorkerEndpoint
@@ -29,7 +28,7 @@ from tests.contract.pairs import Route
 from tests.keyring import secret_file
 from tests.kit.encode_side import FINGERPRINT, LEASE_S, TIMEOUT_S, WIDTH, output
 from tests.receiving import pool_name
-from tests.unit.builders import FakeRequest, request
+from tests.unit.builders import FakeRequest, place, request
 from tests.waiting import until
 
 DEADLINE_S = 60.0
@@ -116,15 +115,9 @@ class PrefillSide:
         self.requests[request_id] = request(
             request_id, *((mm_hash, num_tokens) for mm_hash in transfers)
         )
+        tensor = TensorSpec(shape=(num_tokens, WIDTH), dtype="float32")
         items = [
-            PromptItem(
-                input_id=index,
-                mm_hash=mm_hash,
-                begin=1 + index * (num_tokens + 1),
-                end=(index + 1) * (num_tokens + 1),
-                num_embeds=num_tokens,
-                tensor=TensorSpec(shape=(num_tokens, WIDTH), dtype="float32"),
-            )
+            place(mm_hash, tensor, 1 + index * (num_tokens + 1), input_id=index)
             for index, mm_hash in enumerate(transfers)
         ]
         expected = tuple(

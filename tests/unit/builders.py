@@ -9,6 +9,7 @@ from typing import Any
 from epd_portable.config.roles import Role
 from epd_portable.config.secret import Secret
 from epd_portable.encode.two_levels import TwoLevelCache
+from epd_portable.items.table import PromptItem
 from epd_portable.placement.instances import EngineSettings
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, SlotDescriptor, TensorSpec
 from epd_portable.wire.params import EncodeParams, EncodeTransfer
@@ -42,6 +43,16 @@ def peer(instance: str = "encode-0", **changes: object) -> PeerDescriptor:
 
 def slot(generation: int = 1, *, offset: int = 0, nbytes: int = SPEC.nbytes) -> SlotDescriptor:
     return SlotDescriptor(pool="pool", offset=offset, nbytes=nbytes, generation=generation)
+
+
+def place(
+    mm_hash: str, tensor: TensorSpec, begin: int = 0, tokens: int = 0, **more: Any
+) -> PromptItem:
+    """Return an item's place in a prompt, with a token for each embedding unless told."""
+    embeds = tensor.shape[0]
+    end = begin + (tokens or embeds)
+    given = {"mm_hash": mm_hash, "tensor": tensor, "begin": begin, "end": end, "input_id": 0}
+    return PromptItem(**{**given, "num_embeds": embeds, **more})
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import yaml
 
 from ci import venv
+from tests.kit.commands import run
 
 ROOT = Path(__file__).resolve().parents[2]
 MATRIX: list[dict[str, Any]] = yaml.safe_load((ROOT / "ci/matrix.yaml").read_text("utf-8"))["jobs"]
@@ -70,13 +70,7 @@ def test_simulated_npu_is_skipped_only_where_allowed(
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho 'env: no gcc' >&2; exit {environment}\n")
     python.chmod(0o755)
-    result = subprocess.run(
-        [ROOT / "ci/jobs/npu-sim.sh", *options],
-        env={**os.environ, "PYTHON": str(python)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run(ROOT / "ci/jobs/npu-sim.sh", *options, PYTHON=str(python))
     assert result.returncode == status
     assert "env: no gcc" in result.stderr
     assert ("# SKIPPED" in result.stderr) is (status == 0)

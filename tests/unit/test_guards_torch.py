@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.kit.commands import run
 
 WITHOUT_TORCH = [
     "epd_portable.config",
@@ -34,7 +35,7 @@ for name in sys.argv[1:]:
 @pytest.mark.parametrize(("modules", "failure"), [(WITHOUT_TORCH, ""), (["torch"], "halted")])
 def test_modules_import_where_torch_is_absent(modules: list[str], failure: str) -> None:
     argv = [sys.executable, "-c", IMPORT_EVERYTHING, *modules]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    result = run(*argv)
     assert bool(result.returncode) == bool(failure), result.stderr
     assert failure in result.stderr
 

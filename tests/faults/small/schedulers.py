@@ -26,7 +26,7 @@ from tests.faults.small.pictures import WIDTH
 from tests.faults.small.steps import Answer, Done, Item, Request, Step
 from tests.faults.small.workers import fingerprint
 from tests.keyring import secret
-from tests.unit.builders import encoder_cache
+from tests.unit.builders import encoder_cache, place
 
 CACHE_EMBEDS = 4_000
 TEXT_TOKENS = 4
@@ -221,24 +221,24 @@ class PDScheduler(Scheduler):
     ) -> None:
         """Compute as much of a request as can be had, each picture in one piece."""
         request_id = request.request_id
-        for place in prompt(request):
+        for found in prompt(request):
             computed = self._computed[request_id]
-            if place.end <= computed:
+            if found.end <= computed:
                 continue
             running = request_id in self._running
             if not self._prefill.may_schedule(request_id, computed, running=running):
                 return
             self._running.add(request_id)
-            self._computed[request_id] = place.begin
-            item = request.mm_features[place.input_id]
-            if not self.cache.check_and_update_cache(request, place.input_id):
-                if not self.cache.can_allocate(request, place.input_id, CACHE_EMBEDS, 0):
+            self._computed[request_id] = found.begin
+            item = request.mm_features[found.input_id]
+            if not self.cache.check_and_update_cache(request, found.input_id):
+                if not self.cache.can_allocate(request, found.input_id, CACHE_EMBEDS, 0):
                     return
-                self.cache.allocate(request, place.input_id)
+                self.cache.allocate(request, found.input_id)
                 self._prefill.encoded_here(request_id, item.identifier)
                 encode.append(item)
-            read.append((request_id, place.input_id, item.identifier))
-            self._computed[request_id] = place.end
+            read.append((request_id, found.input_id, item.identifier))
+            self._computed[request_id] = found.end
 
     def take_output(self, step: Step, done: Done) -> list[Answer]:
         self._shell.step_done()
@@ -286,15 +286,6 @@ def prompt(request: Request) -> list[PromptItem]:
     places, begin = [], 0
     for input_id, item in enumerate(request.mm_features):
         begin += TEXT_TOKENS
-        end = begin + item.num_tokens
-        place = PromptItem(
-            input_id=input_id,
-            mm_hash=item.identifier,
-            begin=begin,
-            end=end,
-            num_embeds=item.num_tokens,
-            tensor=tensor(item),
-        )
-        places.append(place)
-        begin = end
+        places.append(place(item.identifier, tensor(item), begin, input_id=input_id))
+        begin = places[-1].end
     return places

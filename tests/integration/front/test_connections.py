@@ -30,6 +30,7 @@ from epd_portable.responses import MAX_HEAD_BYTES
 from tests.certificates import make_certificate, served_certificate
 from tests.integration.front.played_front import Engine, within
 from tests.kit.ambiguous import AMBIGUOUS, POST, SMUGGLED
+from tests.waiting import until_async
 
 DEADLINE_S = 60.0
 GO_ON, BEGUN = asyncio.Event(), asyncio.Event()
@@ -85,8 +86,7 @@ async def serving(app: ASGIApp = respond, **settings: Any) -> AsyncIterator[int]
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
+    await until_async(lambda: server.started)
     yield server.servers[0].sockets[0].getsockname()[1]
     server.should_exit = True
     await serving
@@ -186,25 +186,34 @@ async def test_client_that_reads_nothing_is_disconnected(
 
 
 async def test_slow_reader_stays_connected(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "SEND_TIMEOUT_S", 1.0)
+    """Each pause of the server has a timer of its own, which ends with the pause."""
+    timers, pause = list[Any](), connections.BoundedProtocol.pause_writing
+
+    def pause_writing(protocol: Any) -> None:
+        pause(protocol)
+        timers.append(protocol._sending)
+
+    monkeypatch.setattr(connections.BoundedProtocol, "pause_writing", pause_writing)
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
     with contextlib.closing(writer):
         writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
-        end = asyncio.get_running_loop().time() + 3.0
-        while asyncio.get_running_loop().time() < end:
-            assert await reader.readexactly(1 << 20)
-            await asyncio.sleep(0.05)
+        for number in range(3):
+            await until_async(lambda number=number: len(timers) > number)
+            while not timers[number].cancelled():
+                assert await reader.readexactly(1 << 20)
 
 
 async def until_closed(client: socket.socket) -> None:
     """Return when the server has closed a connection of this process."""
     ours = client.getsockname()[1]
-    async with asyncio.timeout(DEADLINE_S):
-        while any(
-            each.raddr and each.raddr.port == ours
-            for each in psutil.Process().net_connections("tcp")
-        ):
-            await asyncio.sleep(0.01)
+    await until_async(
+        lambda: (
+            not any(
+                each.raddr and each.raddr.port == ours
+                for each in psutil.Process().net_connections("tcp")
+            )
+        )
+    )
 
 
 async def test_body_that_no_handler_reads_is_not_awaited_for_long(
@@ -260,12 +269,12 @@ async def test_idle_connection_is_kept_longer_than_clients_keep_it(port: int) ->
     assert kept_s is not None and 2 * kept_s < connections.KEEP_ALIVE_S
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     with contextlib.closing(writer):
-        for _ in range(2):
+        for wait_s in (0.0, 1.3):  # The server is set to close idle connections after 1 s.
+            await asyncio.sleep(wait_s)
             writer.write(b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n")
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), DEADLINE_S)
             assert head.startswith(b"HTTP/1.1 200")
             await reader.readexactly(len("GET /a "))
-            await asyncio.sleep(1.3)  # The server is set to close idle connections after 1 s.
 
 
 async def test_certificate_is_renewed_as_a_kubernetes_secret_is(tmp_path: Path) -> None:
@@ -348,12 +357,10 @@ async def test_stream_that_is_not_read_is_bounded(
             await loop.sock_connect(slow, ("127.0.0.1", port))
             head = POST + b"connection: close\r\ncontent-length: 2\r\n\r\n{}"
             await loop.sock_sendall(slow, head)
-            async with asyncio.timeout(DEADLINE_S):
-                while not engine.sent:
-                    await asyncio.sleep(0.01)
-                await engine.ends
-                while front.engine_core._open:  # The engine is free, whatever the client does.
-                    await asyncio.sleep(0.01)
+            await until_async(lambda: engine.sent)
+            await engine.ends
+            # The engine is free, whatever the client does.
+            await until_async(lambda: not front.engine_core._open)
             held = [*chunks]
             assert len(held) * CHUNK_BYTES < MOST_BYTES
             read = b""

@@ -292,7 +292,7 @@ async def test_a_call_of_all_engines_does_not_wait_for_one_that_goes(make: Make)
     calling = asyncio.create_task(front.client.call_utility_all_async("reset"))
     await settle()
     front.goes("pd-1")
-    assert await asyncio.wait_for(calling, 5) == ["pd-0 reset"]
+    assert await asyncio.wait_for(calling, 60) == ["pd-0 reset"]
     front.goes("pd-0")
     with pytest.raises(GracefulHTTPError, match="no engine that generates is up"):
         await front.client.call_utility_all_async("reset")
@@ -378,16 +378,6 @@ async def test_encoder_that_forgot_an_item_in_a_reset_is_asked_again(make: Make)
     assert front.is_empty()
 
 
-async def test_an_engine_that_goes_after_its_answer_ends_it_once(make: Make) -> None:
-    front = make("e-0", "pd-0")
-    await front.ask("a")
-    await front.says("pd-0", "r", 7, end=ENDED)
-    front.goes("pd-0")
-    await settle()
-    assert await front.answers() == [("r", [7], ENDED)]
-    assert front.is_empty()
-
-
 @pytest.mark.parametrize("stage", ["encoding", "answering"])
 async def test_a_request_that_is_given_up_leaves_nothing(make: Make, stage: str) -> None:
     front = make("e-0", "pd-0")
@@ -458,21 +448,6 @@ async def test_request_with_an_item_beyond_every_limit_gets_400(
     assert error.http_status == 400  # type: ignore[attr-defined]
     assert "an item is too large: send less" in str(error)
     assert front.is_empty()
-
-
-async def test_a_front_that_stops_ends_what_is_open_and_takes_nothing(make: Make) -> None:
-    front = make("e-0", "pd-0")
-    front.client.engines.close = lambda: None  # type: ignore[method-assign]
-    await front.ask()
-    stopping = asyncio.create_task(asyncio.to_thread(front.client.shutdown, 60))
-    while not front.client.is_draining:
-        await asyncio.sleep(0)
-    with pytest.raises(GracefulHTTPError):
-        await front.ask(name="s")
-    assert {*front.failed} == {"s"}  # vLLM's server has registered it, and its siblings.
-    await front.says("pd-0", "r", 7, end=ENDED)
-    assert await front.answers() == [("r", [7], ENDED)]
-    await stopping
 
 
 async def test_an_idle_engine_encodes_some_of_many_pictures_by_itself(make: Make) -> None:

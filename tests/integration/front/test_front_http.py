@@ -39,6 +39,7 @@ from tests.integration.front.played_front import (
 from tests.integration.front.web import Site, plain
 from tests.metrics_page import total
 from tests.unit.media.samples import STILLS
+from tests.waiting import until_async
 
 
 def up(client: SplitClient, *names: str) -> None:
@@ -326,8 +327,7 @@ async def test_access_line_has_engine_tokens_and_items(serve: Serve, tmp_path: P
     for name, engine in client.engines.by_name.items():
         engine.client = engines[name]
     asked = asyncio.create_task(http.post(CHAT, content=b"xyz"))
-    while not engines["pd-0"].requests:
-        await asyncio.sleep(0.01)
+    await until_async(lambda: engines["pd-0"].requests)
     item = ItemOutcome(mm_hash="a", source="transfer", encoder="e-0", path="shm", nbytes=9)
     output = EngineCoreOutput("r", [5, 6], finish_reason=FinishReason.STOP)
     put_params(output, to_params(PrefillOutcome(instance="pd-0", items=(item,))))
@@ -390,10 +390,11 @@ async def test_unresponsive_engine_is_reported_in_the_requested_time(
     begun = time.monotonic()
     answer = await http.get("/epd/instances/pd-0/health?within_s=0.1")
     assert (answer.status_code, time.monotonic() - begun < 20) == (503, True)
-    monkeypatch.setattr("epd_portable.front.http._RESPONDS_WITHIN_S", 0.1)
-    for query in ("", "?within_s=x", "?within_s=nan", "?within_s=1e9"):
-        answer = await http.get(f"/epd/instances/pd-0/health{query}")
-        assert answer.status_code == 503
+    with monkeypatch.context() as patch:
+        patch.setattr("epd_portable.front.http._RESPONDS_WITHIN_S", 0.1)
+        for query in ("", "?within_s=x", "?within_s=nan", "?within_s=1e9"):
+            answer = await http.get(f"/epd/instances/pd-0/health{query}")
+            assert answer.status_code == 503
     stopped.silent = False
     assert (await http.get("/epd/instances/pd-0/health")).status_code == 200
 

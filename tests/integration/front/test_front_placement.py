@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from epd_portable.config.load import parse_topology
 from tests.integration.front.played_front import Front, Make, request, settle
+from tests.waiting import until_async
 
 ENDED, FAILED = FinishReason.STOP, FinishReason.ERROR
 PAGE = (Path(__file__).parents[3] / "docs/choice.md").read_text("utf-8")
@@ -100,15 +100,13 @@ async def test_engine_that_reports_a_queue_gets_less(make: Make) -> None:
 
 
 async def test_job_beyond_its_time_is_another_encoders(make: Make) -> None:
-    decider = {"type": "multimodal-epd-decider", "parameters": {"encoderTimeout": 50}}
+    decider = {"type": "multimodal-epd-decider", "parameters": {"encoderTimeout": 500}}
     handler = {"type": "epd-profile-handler", "parameters": {"deciderPluginName": decider["type"]}}
     choice = configured(decider, handler, encode={}, decode={})
     front = make("e-0", "e-1", "pd-0", choice=choice)
     await front.ask("a")
     first = front.with_job()
-    async with asyncio.timeout(30):
-        while not (front.jobs("e-0") and front.jobs("e-1")):
-            await asyncio.sleep(0.01)
+    await until_async(lambda: front.jobs("e-0") and front.jobs("e-1"))
     assert front.engines[first].aborted == [front.engines[first].last.request_id]
 
 

@@ -36,6 +36,7 @@ from tests.integration.front.played_front import (
     within,
 )
 from tests.metrics_page import total
+from tests.waiting import until_async
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -198,14 +199,6 @@ async def test_engine_report_reaches_every_api_server(front: Front) -> None:
     assert first.pool.usable("decode") and second.pool.usable("decode")
 
 
-async def test_ended_engine_leaves_and_rejoins_each_server(front: Front) -> None:
-    for _ in range(2):
-        engine = await front.start()
-        await asyncio.to_thread(engine.end)
-        for each in front.servers:
-            await went_down(each, "pd-0")
-
-
 async def test_config_is_completed_by_the_first_generating_engine_only(
     front: Front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,14 +219,6 @@ async def test_config_is_completed_by_the_first_generating_engine_only(
         for each in front.servers:
             await went_down(each, name)
     assert found == [0, len(own), 0]
-
-
-async def test_engine_that_has_failed_is_down_before_its_end(front: Front) -> None:
-    engine = await front.start()
-    engine.fail()
-    for each in front.servers:
-        async with asyncio.timeout(30):
-            await went_down(each, "pd-0")
 
 
 @contextmanager
@@ -257,13 +242,11 @@ async def test_engine_that_ends_before_it_is_met_leaves_no_descriptor(
         for each in engine:
             await asyncio.to_thread(core._meet, each, "pd-0")
             each.sendall(b"ready - \n")
-        while count() <= before + len(engine):
-            await asyncio.sleep(0.01)  # vLLM's client waits for the engine.
+        # vLLM's client waits for the engine.
+        await until_async(lambda: count() > before + len(engine))
         for each in engine:
             each.close()
-        async with asyncio.timeout(60):
-            while count() > before:
-                await asyncio.sleep(0.01)
+        await until_async(lambda: count() <= before)
 
 
 async def test_failing_client_of_an_ended_engine_blocks_nothing(
@@ -290,10 +273,14 @@ async def test_failing_client_of_an_ended_engine_blocks_nothing(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_engine_that_ends_leaves_no_descriptor(front: Front, fails: bool) -> None:
+async def test_engine_that_ends_leaves_no_descriptor_or_file(
+    front: Front, tmp_path: Path, fails: bool
+) -> None:
+    files = {*tmp_path.iterdir()}
     with descriptors_without_collector() as count:
         before = count()
         engine = await front.start()
+        assert {*tmp_path.iterdir()} > files
         # As the traceback of an error does.
         held = [each.engines.by_name["pd-0"].client for each in front.servers]
         if fails:
@@ -302,10 +289,9 @@ async def test_engine_that_ends_leaves_no_descriptor(front: Front, fails: bool) 
                 await went_down(each, "pd-0")
         await asyncio.to_thread(engine.end)
         del engine
-        async with asyncio.timeout(30):
-            while count() > before:
-                await asyncio.sleep(0.01)
+        await until_async(lambda: count() <= before)
     assert all(held)
+    await until_async(lambda: {*tmp_path.iterdir()} == files)
 
 
 async def test_sockets_of_an_ended_engine_are_closed_later(front: Front) -> None:
@@ -317,9 +303,7 @@ async def test_sockets_of_an_ended_engine_are_closed_later(front: Front) -> None
         await went_down(each, "pd-0")
         assert client.resources.engine_dead
         assert not client.input_socket.closed
-    async with asyncio.timeout(30):
-        while not all(each.input_socket.closed for each in clients):
-            await asyncio.sleep(0.01)
+    await until_async(lambda: all(each.input_socket.closed for each in clients))
 
 
 async def test_context_that_does_not_end_blocks_nothing(front: Front) -> None:
@@ -327,21 +311,9 @@ async def test_context_that_does_not_end_blocks_nothing(front: Front) -> None:
     client = front.servers[0].engines.by_name["pd-0"].client
     with client.resources.ctx.socket(zmq.PAIR):  # An end waits for it.
         await asyncio.to_thread(engine.end)
-        async with asyncio.timeout(30):
-            while not client.input_socket.closed:
-                await asyncio.sleep(0.01)
+        await until_async(lambda: client.input_socket.closed)
         engine = await front.start()
     await asyncio.to_thread(engine.end)
-
-
-async def test_engine_that_ends_leaves_no_socket_file(front: Front, tmp_path: Path) -> None:
-    before = {*tmp_path.iterdir()}
-    engine = await front.start()
-    assert {*tmp_path.iterdir()} > before
-    await asyncio.to_thread(engine.end)
-    async with asyncio.timeout(30):
-        while {*tmp_path.iterdir()} != before:
-            await asyncio.sleep(0.01)
 
 
 async def test_socket_files_of_a_killed_front_are_removed_at_start(tmp_path: Path) -> None:

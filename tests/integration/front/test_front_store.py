@@ -12,11 +12,14 @@ import pytest
 from vllm.v1.engine import FinishReason
 
 from epd_portable.config.store import StoreSection
+from epd_portable.transfer.circuit_breaker import CircuitBreaker
+from epd_portable.transfer.stores import lookup
 from epd_portable.transfer.stores.base import make_store
 from epd_portable.transfer.stores.entry import Seal
 from epd_portable.transfer.stores.file import FileStore
 from epd_portable.wire.descriptors import TensorSpec
 from tests.integration.front.played_front import Front, Make, settle
+from tests.unit.builders import Clock
 from tests.waiting import until_async
 
 ENDED = FinishReason.STOP
@@ -181,8 +184,9 @@ class Silent(FileStore):
 async def test_silent_store_is_waited_for_once(
     front: Stored, section: StoreSection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Silent.gate = threading.Event()
+    clock, Silent.gate = Clock(), threading.Event()
     monkeypatch.setattr("epd_portable.transfer.stores.file.FileStore", Silent)
+    monkeypatch.setattr(lookup, "CircuitBreaker", lambda: CircuitBreaker(clock=clock))
     played = front("e-0", "pd-0", timeout_ms=50.0)
     keep(played, section.model_copy(update={"timeout_ms": 50.0}), "a")
     try:
@@ -191,13 +195,12 @@ async def test_silent_store_is_waited_for_once(
             job = played.engines["e-0"].last.request_id
             await played.says("e-0", job, end=ENDED)
             await played.says("pd-0", f"r{number}", 7, end=ENDED)
-        assert looked_up(played, "error") >= 1
-        assert looked_up(played, "unavailable") >= 3
+        assert (looked_up(played, "error"), looked_up(played, "unavailable")) == (1, 4)
     finally:
         Silent.gate.set()
     async with asyncio.timeout(30):
-        for number in range(5, 1000):
+        for number in range(5, 1000):  # A reply may come too late on a busy machine.
             (transfer,) = (await ask(played, "a", name=f"r{number}"))["transfers"]
             if transfer["store"]:
                 break
-            await asyncio.sleep(0.1)
+            clock.now += 60.0

@@ -493,6 +493,7 @@ async def test_host_without_a_free_connection_times_out(
     refused = await asyncio.gather(*(refusal(fetcher, world.url(path)) for path in paths))
     assert {each.code for each in refused} == {"media_url_timeout"}
     assert world.site.most_open == 1
+    monkeypatch.setattr(media_urls, "TIMEOUT_S", DEADLINE_S)
     assert await get(fetcher, world.url()) == [PNG]
 
 

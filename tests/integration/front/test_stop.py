@@ -13,6 +13,7 @@ from epd_portable.front.client import SplitClient
 from epd_portable.front.exchange import FrontExchange, GracefulHTTPError, exchange
 from epd_portable.front.server import Front
 from tests.integration.front.played_front import Engine
+from tests.waiting import until_async
 
 TEXT: Any = {"prompt_token_ids": [1, 2, 3]}
 
@@ -32,11 +33,9 @@ async def test_new_request_during_a_stop_gets_503_and_open_ones_end(
     engine.may_end.clear()
     client.engines.close = lambda: open_at_close.append(len(client._open))
     asked = asyncio.create_task(ask(front, "open"))
-    while not engine.sent:
-        await asyncio.sleep(0.01)
+    await until_async(lambda: engine.sent)
     stopping = asyncio.create_task(asyncio.to_thread(front.shutdown, 60))
-    while not client.is_draining:
-        await asyncio.sleep(0)
+    await until_async(lambda: client.is_draining)
     with pytest.raises(GracefulHTTPError, match="this server is being stopped"):
         await ask(front, "new")
     # vLLM renders prompts in a thread, which it ends at a stop.
@@ -80,8 +79,7 @@ async def test_request_beyond_the_grace_of_a_stop_ends_with_an_error(
 
     client.engines.close = close  # type: ignore[method-assign]
     asked = asyncio.create_task(ask(front, "open"))
-    while not engine.sent:
-        await asyncio.sleep(0.01)
+    await until_async(lambda: engine.sent)
     if begun:
         engine.says(engine.sent[0].request_id, None)
     stopping = asyncio.create_task(asyncio.to_thread(front.shutdown, 0.1))

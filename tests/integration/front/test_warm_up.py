@@ -87,9 +87,6 @@ class SampledEngine(Engine):
         (request,) = (each for each in self.sent if each.request_id == request_id)
         return next((each for each in self._encoders if items_of(request) & items(each)), None)
 
-    async def call_utility_async(self, method: str) -> tuple[str, ...]:
-        return ("generate",)
-
     def says(self, request_id: str, end: FinishReason | None) -> None:
         (request,) = (each for each in self.sent if each.request_id == request_id)
         (item,) = items_of(request)

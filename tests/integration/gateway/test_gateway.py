@@ -19,12 +19,12 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from epd_portable import gateway
+from epd_portable.demo.servers import free_port
 from epd_portable.gateway import Gateway
 from epd_portable.placement.profiles.selection_types import SESSION_HEADER
 from epd_portable.responses import MAX_HEAD_BYTES
 from tests.certificates import make_certificate, served_certificate
 from tests.kit.ambiguous import AMBIGUOUS, SMUGGLED
-from tests.listening import stop_listening
 from tests.waiting import until_async
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -427,9 +427,7 @@ async def test_command_serves_tls_renews_certificate_and_drains(tmp_path: Path) 
         return web.Response(text="ended")
 
     front.handler = wait
-    taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    port = taken.sockets[0].getsockname()[1]
-    await stop_listening(taken)
+    port = free_port()
     command = [sys.executable, "-m", "epd_portable.launch.cli", "gateway", "--front", front.url]
     command += ["--port", str(port), "--tls-cert-file", str(cert), "--tls-key-file", str(key)]
     pipe = asyncio.subprocess.PIPE

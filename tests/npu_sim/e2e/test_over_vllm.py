@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.kit import commands
 from tests.warm import Nursery
 
-ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 400.0
 
 
@@ -30,18 +28,12 @@ class Pair:
     ascend: str
     folder: str = ""
 
-    def run(self, code: str, nursery: Nursery) -> subprocess.CompletedProcess[str]:
+    def run(self, code: str, nursery: Nursery) -> commands.Ended:
         """Run code with these versions: in a fresh process if they are not the environment's."""
         if not self.folder:
             return nursery.run("-c", code, timeout=DEADLINE_S)
-        return subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": self.folder},
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
+        return commands.run(
+            sys.executable, "-c", code, timeout_s=DEADLINE_S, PYTHONPATH=self.folder
         )
 
 

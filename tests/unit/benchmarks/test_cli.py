@@ -16,27 +16,15 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize("command", ["load", "transfer", "step"])
-def test_help_lists_exit_statuses_and_defaults(command: str) -> None:
-    code, text = run(command, "--help")
-    assert code == 0
-    assert "Exit status: 0" in text
-    assert "[default:" in text
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["transfer", "--bytes", "5000"], "5000 is not a positive multiple of 4096 bytes"),
         (["transfer", "--bytes", "many"], "'many' is not a size"),
-        (["transfer", "--path", "pigeon"], "'pigeon' is not one of"),
-        (["transfer", "--repeat", "0"], "0 is not in the range"),
         (["transfer", "--platform", "abacus"], "'abacus' is not one of 'cuda', 'npu', 'cpu'"),
         (["transfer", "--path", "shm", "--path", "ipc"], "--path ipc: cpu has no device memory"),
         ([*LOAD, "x.yaml", "--point", "size=large"], "size.0: Input should be a valid integer"),
-        (["load", "--platform", "cpu"], "Missing option '--side'"),
         (["step", "--steps", "9"], "9 is not in the range"),
-        (["serve"], "No such command 'serve'"),
         ([*LOAD, "x.yaml", "--point", "pictures=4"], "unknown key 'pictures'; known are rate,"),
     ],
 )

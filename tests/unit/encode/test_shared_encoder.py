@@ -6,9 +6,9 @@ import pytest
 
 from epd_portable.encode.dispatcher import Dispatcher, EncodedItem
 from epd_portable.encode.shared_encoder import SharedEncoder
-from epd_portable.items.table import PromptItem, State
+from epd_portable.items.table import State
 from epd_portable.wire.params import EncodeParams, EncodeTransfer, is_encode_job, to_params
-from tests.unit.builders import SECRET, encode_params
+from tests.unit.builders import SECRET, encode_params, place
 from tests.unit.items.harness import CAT, Item, Pair, PrefillSide, spec
 
 OTHER = "tcp://other"
@@ -32,17 +32,8 @@ class Shared:
             unsigned = EncodeTransfer(transfer_id=name, item_uuid=name, consumer=OTHER)
             params = EncodeParams(transfers=(unsigned,))
         self.dispatcher.request_arrived(job, [EncodedItem(name, "image", spec(size))], params)
-        place = PromptItem(
-            input_id=0,
-            mm_hash=name,
-            begin=0,
-            end=size,
-            num_embeds=size,
-            tensor=spec(size),
-            has_media=media,
-            media=object() if media else None,
-        )
-        self.encoder.arrived(job, [place])
+        content = object() if media else None
+        self.encoder.arrived(job, [place(name, spec(size), has_media=media, media=content)])
         self.encoder.advance()
         return job
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from epd_portable.items import room
 from epd_portable.items.encoder_cache import PrefillEncoderCache
 from epd_portable.items.slots import ReceivePool, Slot, SlotState
-from epd_portable.items.table import Claim, Item, ItemRequest, PromptItem, State
+from epd_portable.items.table import Claim, Item, ItemRequest, State
 from epd_portable.wire.descriptors import TensorSpec
-from tests.unit.builders import FakeRequest, request
+from tests.unit.builders import FakeRequest, place, request
 
 
 def tensor(size: int) -> TensorSpec:
@@ -146,20 +146,13 @@ class Desk:
         if metadata_only:
             made.metadata_only |= {mm_hash}
         self._prompts[request_id][input_id] = (mm_hash, size)
-        place = PromptItem(
-            input_id=input_id,
-            mm_hash=mm_hash,
-            begin=input_id,
-            end=input_id + 1,
-            num_embeds=size,
-            tensor=tensor(size),
-            media="media" if self.background else None,
-        )
+        media = "media" if self.background else None
+        item = place(mm_hash, tensor(size), input_id, 1, input_id=input_id, media=media)
         if input_id == len(made.items):
-            made.items = [*made.items, place]
+            made.items = [*made.items, item]
             made.__post_init__()
         transfer_id = f"t-{request_id}" if by_transfer else ""
-        claim = self.cache.claim(made, place, transfer_id)
+        claim = self.cache.claim(made, item, transfer_id)
         assert claim is not None, "another item has the name"
         if by_transfer:
             claim.item.transfers[transfer_id] = transfer_id

@@ -27,7 +27,7 @@ from epd_portable.transfer.paths.base import LeaseFence
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import Announce, AnyMessage
 from epd_portable.wire.params import ExpectedTransfer, PrefillOutcome, PrefillParams
-from tests.unit.builders import FINGERPRINT, Clock, FakeRequest, peer, request
+from tests.unit.builders import FINGERPRINT, Clock, FakeRequest, peer, place, request
 
 WIDTH = 16
 ALIGNMENT = 64
@@ -165,20 +165,10 @@ class PrefillSide:
         begin = 0
         for index, item in enumerate(items):
             begin += 1 if index else lead
-            end = begin + item.num_tokens
-            prompt.append(
-                PromptItem(
-                    input_id=index,
-                    mm_hash=item.mm_hash,
-                    begin=begin,
-                    end=end,
-                    num_embeds=item.num_tokens,
-                    tensor=spec(item.num_tokens),
-                    has_media=item.has_media,
-                    media=f"media of {item.mm_hash}" if item.background else None,
-                )
-            )
-            begin = end
+            media = f"media of {item.mm_hash}" if item.background else None
+            more = {"input_id": index, "has_media": item.has_media, "media": media}
+            prompt.append(place(item.mm_hash, spec(item.num_tokens), begin, **more))
+            begin = prompt[-1].end
         transfers = {
             item.mm_hash: ExpectedTransfer(
                 transfer_id=item.transfer_id, item_uuid=item.mm_hash, media=item.sent_with_media

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from epd_portable.items.output_sample import OutputSampler, read_samples, sample_of
-from epd_portable.items.table import PromptItem
 from epd_portable.wire.params import SAMPLED_VALUES, CacheNews, PrefillParams, to_params
+from tests.unit.builders import place
 from tests.unit.items.harness import Pair, spec
 
 
@@ -56,12 +56,7 @@ def test_other_ranks_report_nothing() -> None:
 
 
 def test_samples_of_a_request_reach_the_front_once(pair: Pair) -> None:
-    items = [
-        PromptItem(
-            input_id=n, mm_hash=name, begin=4 * n, end=4 * n + 2, num_embeds=2, tensor=spec(2)
-        )
-        for n, name in enumerate("ab")
-    ]
+    items = [place(name, spec(2), 4 * n, input_id=n) for n, name in enumerate("ab")]
     pair.pd.prefill.arrived("plain", items, PrefillParams(transfers=()))
     assert pair.pd.prefill.sampled == []
     pair.pd.prefill.arrived("r", items, PrefillParams(transfers=(), sample=True))

@@ -5,6 +5,7 @@ import pytest
 from epd_portable.items.prompt import match_transfers, metadata_only_items
 from epd_portable.items.table import ItemRequest, PromptItem
 from epd_portable.wire.params import ExpectedTransfer, ItemOutcome, PrefillParams, Source
+from tests.unit.builders import place
 from tests.unit.items.harness import spec
 
 MODALITIES = {"v": "video", "w": "video"}
@@ -18,16 +19,7 @@ def modality(name: str) -> str:
 
 def items(names: str) -> list[PromptItem]:
     return [
-        PromptItem(
-            input_id=i,
-            mm_hash=name,
-            begin=i,
-            end=i + 1,
-            num_embeds=1,
-            tensor=spec(1),
-            modality=modality(name),
-        )
-        for i, name in enumerate(names)
+        place(name, spec(1), i, input_id=i, modality=modality(name)) for i, name in enumerate(names)
     ]
 
 
@@ -65,9 +57,7 @@ def test_transfers_are_matched_by_hash_and_then_by_order(
 
 
 def prompt_item(name: str, *, has_media: bool = True) -> PromptItem:
-    return PromptItem(
-        input_id=0, mm_hash=name, begin=0, end=1, num_embeds=1, tensor=spec(1), has_media=has_media
-    )
+    return place(name, spec(1), has_media=has_media)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +79,7 @@ def record(*ends: tuple[str, int]) -> ItemRequest:
     return ItemRequest(
         "r",
         0,
-        items=[
-            PromptItem(
-                input_id=i, mm_hash=name, begin=end - 1, end=end, num_embeds=1, tensor=spec(1)
-            )
-            for i, (name, end) in enumerate(ends)
-        ],
+        items=[place(name, spec(1), end - 1, input_id=i) for i, (name, end) in enumerate(ends)],
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from epd_portable.items.encoder_cache import PrefillEncoderCache
 from epd_portable.items.slots import ReceivePool
-from epd_portable.items.table import Item, ItemRequest, PromptItem
+from epd_portable.items.table import Item, ItemRequest
 from epd_portable.items.transfers import Fence, Landed, Send, TransferFailed, Transfers
 from epd_portable.transfer.paths.base import LeaseFence
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import Abort, Announce, AnyMessage, Grant, Nack, NackCode, Written
-from tests.unit.builders import FINGERPRINT, SPEC, peer, slot
+from tests.unit.builders import FINGERPRINT, SPEC, peer, place, slot
 
 A, B = b"encode-a", b"encode-b"
 PEERS = {A: peer("encode-a"), B: peer("encode-b")}
@@ -90,10 +90,7 @@ class Desk:
         self._expected += 1
         made = ItemRequest(f"r{self._expected}", self._expected)
         self.cache.enter(made)
-        place = PromptItem(
-            input_id=0, mm_hash=mm_hash, begin=0, end=1, num_embeds=SPEC.shape[0], tensor=SPEC
-        )
-        claim = self.cache.claim(made, place, transfer_id)
+        claim = self.cache.claim(made, place(mm_hash, SPEC, tokens=1), transfer_id)
         assert claim is not None
         self.session.expect(transfer_id, claim.item, self.now, owner=made.request_id)
         self.apply()

@@ -1,25 +1,18 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import warm
+from tests.kit.commands import python
 
 REPOSITORY = Path(__file__).parents[3]
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=REPOSITORY
-    )
-
-
 @pytest.mark.parametrize("module", ["registry", "traits", "base", "torchvision_guard"])
 def test_imports_of_a_planner_leave_torch_out(module: str) -> None:
-    result = run(
+    result = python(
         f"import sys; import epd_portable.platforms.{module}; "
         "from epd_portable.platforms.registry import TRAITS; tuple(TRAITS); "
         "print(sorted(name for name in sys.modules if name.startswith('torch')"

@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import warm
+from tests.kit.commands import Ended, python
 
-REPOSITORY = Path(__file__).parents[3]
 INSTALL = "from epd_portable.platforms import torchvision_guard as guard; guard.install(); "
 LOG = "import logging; logging.basicConfig(level=logging.DEBUG); "
 
 
-def run(
-    code: str, *, path: Path | None = None, with_torch: bool = False
-) -> subprocess.CompletedProcess[str]:
+def run(code: str, *, path: Path | None = None, with_torch: bool = False) -> Ended:
     """Run it in a new python; one that has torch already, which takes long, if that is said."""
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    if path is not None:
-        environment["PYTHONPATH"] = str(path)
+    more = {"OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": str(path)} if path else {})
     if with_torch:
-        return warm.nursery().run("-c", code, env=environment, timeout=60)
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=REPOSITORY,
-        env=environment,
-    )
+        return warm.nursery().run("-c", code, env={**os.environ, **more}, timeout=60)
+    return python(code, **more)
 
 
 def package(folder: Path, files: dict[str, str]) -> Path:
