@@ -96,7 +96,7 @@ _FORKED = (
     "tests.faults.small.engine",
 )
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-_EXECUTE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+_EXECUTE = inspect.signature(subprocess.Popen._execute_child)
 
 _of_libraries: set[int] = set()
 """Descriptors that libraries opened when they were imported."""
@@ -110,8 +110,8 @@ def lead(argv: Sequence[str]) -> NoReturn:
     """
     _of_libraries.update(_descriptors())
     importlib.import_module(SHM_BROADCAST).SpinCondition.record_read = _record_read
-    subprocess.Popen = _Popen  # type: ignore[misc]
-    multiprocessing.context.SpawnProcess._Popen = staticmethod(_fork)  # type: ignore[attr-defined]
+    subprocess.Popen = _Popen
+    multiprocessing.context.SpawnProcess._Popen = staticmethod(_fork)
     command, env = [sys.executable, "-m", *argv], dict(os.environ)
     if folder := env.pop(POD, ""):
         pod.join(Path(folder))
@@ -132,7 +132,7 @@ def _fork(process: Any) -> multiprocessing.popen_fork.Popen:
     return multiprocessing.popen_fork.Popen(process)
 
 
-class _Popen(subprocess.Popen):  # type: ignore[type-arg]
+class _Popen(subprocess.Popen):
     """Forks ``python -m MODULE ...`` for modules that need what is imported; starts all else."""
 
     def _execute_child(self, *args: Any) -> None:
@@ -142,7 +142,7 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
         module = isinstance(argv, list | tuple) and list(argv[:2]) == [sys.executable, "-m"]
         is_cold = env.get("EPD_INSTANCE") in env.get(COLD, "").split()
         if not module or argv[2] not in _FORKED or is_cold:
-            super()._execute_child(*args)  # type: ignore[misc]
+            super()._execute_child(*args)
             return
         assert not (call["cwd"] or call["preexec_fn"] or call["pass_fds"])
         self.pid = os.fork()
@@ -155,7 +155,7 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
                 new_session=call["start_new_session"],
             )
         self._child_created = True
-        self._close_pipe_fds(*(call[name] for name in _PIPES))  # type: ignore[attr-defined]
+        self._close_pipe_fds(*(call[name] for name in _PIPES))
 
 
 def _become(
@@ -211,11 +211,11 @@ def _forget() -> None:
     tempfile.tempdir = None
     # What is to be done at its end: else this one would remove its temporary folders.
     atexit._clear()
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
-    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
-    multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registry.clear()
+    weakref.finalize._registered_with_atexit = False
+    multiprocessing.util._finalizer_registry.clear()
     atexit.register(logging.shutdown)
-    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+    atexit.register(multiprocessing.util._exit_function)
     for name in [name for name in sys.modules if name.partition(".")[0] in _FRESH]:
         if name not in (__name__, __package__, pod.__name__, warm.__name__):
             del sys.modules[name]

@@ -323,7 +323,7 @@ def run_to_end(words: Sequence[str]) -> NoReturn:
     else:
         status = 0
     # To take apart what was forked costs as much as to import it.
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

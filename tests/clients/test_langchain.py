@@ -17,7 +17,7 @@ def model(v1: str, **more: Any) -> ChatOpenAI:
 
 
 def as_openai(seed: int) -> HumanMessage:
-    return HumanMessage(content=question(seed)[0]["content"])  # type: ignore[arg-type]
+    return HumanMessage(content=question(seed)[0]["content"])
 
 
 def as_langchain(seed: int) -> HumanMessage:

@@ -78,7 +78,7 @@ def test_a_picture_in_a_chat_that_is_streamed_with_usage(
 
 
 def test_several_pictures_in_one_message(client: openai.OpenAI, encodes: Encodes) -> None:
-    parts = [question(seed)[0]["content"][0] for seed in (22, 23)]  # type: ignore[index]
+    parts = [question(seed)[0]["content"][0] for seed in (22, 23)]
     parts.append({"type": "text", "text": "What is in the second picture?"})
     with encodes(2):
         answer = ask(client, 22, messages=[{"role": "user", "content": parts}])
@@ -173,11 +173,7 @@ def test_a_tool_that_may_be_called_and_the_answer_of_one(client: openai.OpenAI) 
 
 def test_an_answer_in_a_given_form(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(
-        model=MODEL,
-        messages=question(28),  # type: ignore[arg-type]
-        response_format=Shape,
-        temperature=0,
-        max_tokens=48,
+        model=MODEL, messages=question(28), response_format=Shape, temperature=0, max_tokens=48
     )
     assert answer.choices[0].message.parsed is not None
 

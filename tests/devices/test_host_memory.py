@@ -58,9 +58,7 @@ def test_failed_pinning_leaves_the_device_unchanged(
     assert torch.full((8,), 2.0, device=device).sum().item() == 16
 
 
-def test_copy_returns_beside_its_caller_and_before_later_work(
-    platform: Platform,
-) -> None:
+def test_copy_returns_beside_its_caller_and_before_later_work(platform: Platform) -> None:
     with Child(platform.name, ASCEND_SIM_COPY_US="300000") as child:
         assert child.tell(
             f"c = DeviceCopies(platform, last); x = torch.arange({NBYTES}).to(device)"

@@ -93,9 +93,7 @@ def test_device_writes_into_another_slab_behind_its_computation(
     assert owner.tell(f"slab.tensor({start - 1}, 1).item()") == "255"
 
 
-def test_slab_of_a_killed_process_is_a_lost_peer(
-    platform: Platform,
-) -> None:
+def test_slab_of_a_killed_process_is_a_lost_peer(platform: Platform) -> None:
     with Child(platform.name) as owner:
         made = f"slab = DeviceSlab(DeviceCopies(platform, last), {NBYTES}, new_session())"
         assert owner.tell(made) == "done"

@@ -47,7 +47,7 @@ class _SlowEncoder:
                     (FLAGS / flags.NO_MEMORY).unlink()
                 raise torch.OutOfMemoryError("as a file says")
             _hold()
-        return super()._execute_mm_encoder(scheduler_output)  # type: ignore[misc]
+        return super()._execute_mm_encoder(scheduler_output)
 
 
 class _SpoiledItems:
@@ -66,7 +66,7 @@ class _SpoiledItems:
         return getattr(self._real, name)
 
 
-class SlowEncodeWorker(Worker):  # type: ignore[misc]
+class SlowEncodeWorker(Worker):
     """An encode worker whose encoder takes as long as a file says, and has weights as it says."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -83,7 +83,7 @@ class SlowEncodeWorker(Worker):  # type: ignore[misc]
         self.model_runner.__class__ = type("SlowRunner", (mixin, _SlowEncoder, runner), {})
 
 
-class SteeredPDWorker(Worker):  # type: ignore[misc]
+class SteeredPDWorker(Worker):
     """A PD worker that spoils what arrives, or whose steps or encoder take longer.
 
     While a file says so.
@@ -104,7 +104,7 @@ class SteeredPDWorker(Worker):  # type: ignore[misc]
         return super().execute_model(scheduler_output)
 
 
-class ChunkedPDWorker(Worker):  # type: ignore[misc]
+class ChunkedPDWorker(Worker):
     """A PD worker that encodes a block of the encoder in each step, as devices do at least."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -121,7 +121,7 @@ class ChunkedPDWorker(Worker):  # type: ignore[misc]
         connector.encoder._blocks_embeds = 0
 
 
-class HeldWorker(Worker):  # type: ignore[misc]
+class HeldWorker(Worker):
     """A worker of who encodes and computes text, whose encoder is held while a file says so."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

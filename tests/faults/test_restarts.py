@@ -52,11 +52,7 @@ def kept_files() -> Counter[str]:
 @pytest.mark.parametrize("lives", [4, pytest.param(6, marks=pytest.mark.full)])
 @pytest.mark.parametrize("path", ["shm", "tcp", "collective", "nixl"])
 def test_producer_leaks_no_files_over_many_restarts(
-    tmp_path: Path,
-    close: Close,
-    path: str,
-    lives: int,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, close: Close, path: str, lives: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Writers start, and connect, when they first have something to do.
     monkeypatch.setattr("epd_portable.encode.writers._WRITERS", 1)

@@ -27,11 +27,7 @@ from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.roles import Role
 from epd_portable.config.store import StoreSection
 from epd_portable.launch.environment import shm_prefix
-from epd_portable.launch.plan.engine import (
-    CONNECTOR,
-    ROLE_ARGS,
-    render_arguments,
-)
+from epd_portable.launch.plan.engine import CONNECTOR, ROLE_ARGS, render_arguments
 from epd_portable.launch.plan.machine import is_free, port_source
 from epd_portable.launch.run import sessions
 from tests import forked, warm

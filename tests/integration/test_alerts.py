@@ -72,14 +72,8 @@ ILL: dict[str, tuple[dict[str, str | None], int]] = {
     "EpdInstanceFlapping": ({SECOND_UP: "1 0 1 0 1 0 1 0 1x50"}, 12),
     "EpdRequestsFail": ({'epd_front_requests_total{status="503"}': "+10"}, 12),
     "EpdStreamsAborted": ({'vllm:request_success_total{finished_reason="error"}': "+1"}, 12),
-    "EpdFirstTokenSlow": (
-        {'vllm:time_to_first_token_seconds_bucket{le="2"}': "+50"},
-        22,
-    ),
-    "EpdTokensSlow": (
-        {'vllm:inter_token_latency_seconds_bucket{le="0.05"}': "+50"},
-        22,
-    ),
+    "EpdFirstTokenSlow": ({'vllm:time_to_first_token_seconds_bucket{le="2"}': "+50"}, 22),
+    "EpdTokensSlow": ({'vllm:inter_token_latency_seconds_bucket{le="0.05"}': "+50"}, 22),
     "EpdAdmissionQueueing": ({"epd_front_admission_waiting": "1"}, 17),
     "EpdRequestsRefused": ({'epd_front_requests_total{status="429"}': "+1"}, 17),
     "EpdNoEncoder": ({ENCODE_UP: "0"}, 4),
@@ -106,10 +100,7 @@ ILL: dict[str, tuple[dict[str, str | None], int]] = {
     ),
     "EpdStoreUnavailable": ({"epd_pd_store_breaker": "2"}, 12),
     "EpdStoreCorrupt": ({'epd_pd_store_items_total{result="corrupt"}': "+1"}, 12),
-    "EpdStoreDropsOutputs": (
-        {'epd_encode_store_drops_total{reason="full"}': "+30"},
-        27,
-    ),
+    "EpdStoreDropsOutputs": ({'epd_encode_store_drops_total{reason="full"}': "+30"}, 27),
 }
 """For each alert what is different, and after how many minutes it must fire."""
 

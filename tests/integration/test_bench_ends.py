@@ -53,9 +53,7 @@ class LatePlatform(CpuPlatform):
         return LateEvent()
 
 
-def test_transfer_and_baseline_end_with_their_device_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_transfer_and_baseline_end_with_their_device_work(monkeypatch: pytest.MonkeyPatch) -> None:
     queued: list[float] = []
     copy = placer.Placer._copy
 

@@ -15,9 +15,7 @@ from tests.waiting import until
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [("shm",), pytest.param((), marks=pytest.mark.full)],
-    ids=["one path", "every path"],
+    "asked", [("shm",), pytest.param((), marks=pytest.mark.full)], ids=["one path", "every path"]
 )
 def test_a_transfer_is_measured_and_reported(tmp_path: Path, asked: tuple[str, ...]) -> None:
     """By the paths that are asked for, or by all that the platform has."""

@@ -56,9 +56,7 @@ def test_wheel_has_the_demo_model(wheel: zipfile.ZipFile) -> None:
     assert sum(model.values()) <= 3_000_000
 
 
-def test_entry_points_of_the_wheel_exist(
-    wheel: zipfile.ZipFile,
-) -> None:
+def test_entry_points_of_the_wheel_exist(wheel: zipfile.ZipFile) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith("/entry_points.txt"))
     parser = configparser.ConfigParser()
     parser.read_string(wheel.read(name).decode())

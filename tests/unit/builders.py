@@ -38,7 +38,7 @@ def peer(instance: str = "encode-0", **changes: object) -> PeerDescriptor:
         "fingerprint": FINGERPRINT,
         "paths": (PathEndpoint(path="shm"), PathEndpoint(path="tcp")),
     }
-    return PeerDescriptor(**(values | changes))  # type: ignore[arg-type]
+    return PeerDescriptor(**(values | changes))
 
 
 def slot(generation: int = 1, *, offset: int = 0, nbytes: int = SPEC.nbytes) -> SlotDescriptor:

@@ -56,7 +56,7 @@ def test_public_classes_have_different_names() -> None:
     names = [
         node.name
         for module in modules()
-        for node in sources.nodes(module)[0].body  # type: ignore[attr-defined]
+        for node in sources.nodes(module)[0].body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
     assert len(names) > 200, "the guard does not see the package's classes"

@@ -78,7 +78,7 @@ def pip_instead(monkeypatch: pytest.MonkeyPatch) -> FakeInstaller:
         pip.indexes = indexes
         return pip
 
-    made.name = "pip"  # type: ignore[attr-defined]
+    made.name = "pip"
     monkeypatch.setattr(venv, "Pip", made)
     return pip
 

@@ -12,13 +12,7 @@ import pytest
 
 from epd_portable.demo.pictures import HELD_OUT_SEEDS, QUESTIONS, Picture, QuestionKind, draw
 from epd_portable.envs import EPD_RUN_ID
-from tests.e2e.asking import (
-    ask,
-    assert_close,
-    body,
-    post,
-    text,
-)
+from tests.e2e.asking import ask, assert_close, body, post, text
 from tests.e2e.cases import SINGLE
 from tests.e2e.engines import shared_memory, wait_until
 from tests.e2e.two_encoders.deployment import Deployment

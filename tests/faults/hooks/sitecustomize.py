@@ -56,7 +56,7 @@ class _Hook(MetaPathFinder):
                 run(module)
                 _patch(module)
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module
         return spec
 
 

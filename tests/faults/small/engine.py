@@ -91,7 +91,7 @@ class SmallCore:
         self._second = deque(each for each in self._second if each[1].request_id not in request_ids)
 
     def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
-        self._process_aborts_queue()  # type: ignore[attr-defined]
+        self._process_aborts_queue()
         outputs: dict[int, EngineCoreOutputs] = {}
 
         def put(client: int, output: EngineCoreOutput) -> None:
@@ -146,7 +146,7 @@ class SmallCore:
         return None
 
 
-class _EngineCoreProc(vllm_core.EngineCoreProc, SmallCore, vllm_core.EngineCore):  # type: ignore[misc]
+class _EngineCoreProc(vllm_core.EngineCoreProc, SmallCore, vllm_core.EngineCore):
     """vLLM's sockets, threads and loop over a `SmallCore`."""
 
     def _handle_client_request(self, request_type: Any, request: Any) -> None:
@@ -228,7 +228,7 @@ def main() -> None:
     # The identity of the model that is played, by which entries of a store are named.
     core.agreement.stored_as = lambda vllm_config: workers.fingerprint()
     SmallCore.config, SmallCore.steps, SmallCore.worker = config, steps, worker
-    vllm_core.EngineCoreProc = _EngineCoreProc  # type: ignore[misc]
+    vllm_core.EngineCoreProc = _EngineCoreProc
     core.main()
 
 

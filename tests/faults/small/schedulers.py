@@ -15,13 +15,7 @@ from epd_portable.items.shell import ItemShell
 from epd_portable.items.table import ItemTable, PromptItem
 from epd_portable.transfer.stores.entry import namespace_of
 from epd_portable.wire.descriptors import TensorSpec
-from epd_portable.wire.params import (
-    CacheNews,
-    EncodeParams,
-    PrefillParams,
-    read_params,
-    to_params,
-)
+from epd_portable.wire.params import CacheNews, EncodeParams, PrefillParams, read_params, to_params
 from tests.faults.small.pictures import WIDTH
 from tests.faults.small.steps import Answer, Done, Item, Request, Step
 from tests.faults.small.workers import fingerprint
@@ -37,10 +31,7 @@ class Scheduler(ABC):
     """Requests, stepped while there is something to do, as vLLM's engine core steps them."""
 
     def __init__(
-        self,
-        worker: Connection,
-        cache: ItemTable,
-        lock: AbstractContextManager[Any] | None = None,
+        self, worker: Connection, cache: ItemTable, lock: AbstractContextManager[Any] | None = None
     ) -> None:
         self.cache = cache
         self.lock = lock or nullcontext()
@@ -169,10 +160,7 @@ class EncodeScheduler(Scheduler):
 
     def state(self) -> dict[str, int]:
         dispatcher = self._dispatcher
-        return {
-            "busy": int(dispatcher.busy),
-            "sending": len(dispatcher.kept()),
-        }
+        return {"busy": int(dispatcher.busy), "sending": len(dispatcher.kept())}
 
 
 class PDScheduler(Scheduler):

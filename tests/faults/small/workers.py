@@ -65,11 +65,7 @@ class EncodeWorker:
             self._sender.output_ready(mm_hash, output)
         sender = self._sender
         unwritten = self._store._waiting_bytes if self._store else 0
-        state = {
-            "unwritten": unwritten,
-            "transfers": sender.in_flight,
-            "items": len(self._cache),
-        }
+        state = {"unwritten": unwritten, "transfers": sender.in_flight, "items": len(self._cache)}
         return Done([], sender.progress.take_ended(), state)
 
 

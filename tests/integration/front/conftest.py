@@ -55,7 +55,7 @@ def client(configured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     from tests.integration.front.played_front import client_of
 
     made = client_of(configured, tmp_path, "e-0", "e-1", "pd-0", "pd-1")
-    made.engines.close = lambda: None  # type: ignore[method-assign]
+    made.engines.close = lambda: None
     monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", lambda *_, **__: made)
     return made
 

@@ -75,16 +75,10 @@ async def serving(app: ASGIApp = respond, **settings: Any) -> AsyncIterator[int]
     """Serve as vLLM does in the front, with further settings of uvicorn; yield the port."""
     connections.install()
     config = uvicorn.Config(
-        app,
-        port=0,
-        log_level="error",
-        lifespan="off",
-        ws="none",
-        timeout_keep_alive=1,
-        **settings,
+        app, port=0, log_level="error", lifespan="off", ws="none", timeout_keep_alive=1, **settings
     )
     server = uvicorn.Server(config)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    server.capture_signals = contextlib.nullcontext
     serving = asyncio.create_task(server.serve())
     await until_async(lambda: server.started)
     yield server.servers[0].sockets[0].getsockname()[1]
@@ -257,7 +251,7 @@ async def test_few_requests_of_a_connection_wait_for_the_one_before(port: int) -
         for _ in range(1 + connections.MAX_PIPELINED):
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), DEADLINE_S)
             assert head.startswith(b"HTTP/1.1 200")
-            await reader.readexactly(int(re.search(rb"length: (\d+)", head)[1]))  # type: ignore[index]
+            await reader.readexactly(int(re.search(rb"length: (\d+)", head)[1]))
     GO_ON.clear()
     many = get.replace(b"/a", b"/slow") + get * (1 + connections.MAX_PIPELINED)
     assert await exchange(port, many, ends=False) == b""

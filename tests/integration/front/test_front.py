@@ -226,7 +226,7 @@ async def test_without_an_encoder_beside_them_it_is_refused(make: Make) -> None:
     with pytest.raises(GracefulHTTPError) as gone:
         await front.ask("c", name="s")
     assert (full.value.http_status, gone.value.http_status) == (429, 503)
-    assert front.failed["r"].http_status == 503  # type: ignore[attr-defined]
+    assert front.failed["r"].http_status == 503
     assert front.is_empty()
 
 
@@ -403,7 +403,7 @@ async def test_failed_request_is_retried_with_its_media(make: Make) -> None:
         await front.says("pd-0", pd.last.request_id, end=FAILED)
     assert [*pd.requests] == ["r", "r-1"]
     assert front.client.metrics.retries._value.get() == 2
-    assert front.failed["r"].http_status == 503  # type: ignore[attr-defined]
+    assert front.failed["r"].http_status == 503
     assert front.is_empty()
 
 
@@ -417,14 +417,14 @@ async def test_request_of_a_dead_engine_gets_503_or_another_encoder(make: Make, 
     async def dead(request_ids: list[str]) -> None:
         raise EngineDeadError
 
-    engine.abort_requests_async = dead  # type: ignore[method-assign]
+    engine.abort_requests_async = dead
     if dies == "pd-0":
         await front.says("pd-0", "r", 7)
     # Its client is there until its sockets are closed.
     front.client.engines.by_name[lost].instance.seen_gone("its process has ended")
     await settle()
     if dies == "pd-0":
-        assert front.failed["r"].http_status == 503  # type: ignore[attr-defined]
+        assert front.failed["r"].http_status == 503
     else:
         other = front.with_job()
         assert not front.failed and other != lost
@@ -445,7 +445,7 @@ async def test_request_with_an_item_beyond_every_limit_gets_400(
         await front.reports("pd-0", CacheNews(refused={name: "an item is too large: send less"}))
         await front.says("pd-0", name, end=FAILED)
     error = front.failed["r"]
-    assert error.http_status == 400  # type: ignore[attr-defined]
+    assert error.http_status == 400
     assert "an item is too large: send less" in str(error)
     assert front.is_empty()
 

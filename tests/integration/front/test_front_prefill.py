@@ -17,7 +17,7 @@ ASKED_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def kv_of(core: EngineCoreRequest) -> Any:
-    return (core.sampling_params.extra_args or {}).get("kv_transfer_params")  # type: ignore[union-attr]
+    return (core.sampling_params.extra_args or {}).get("kv_transfer_params")
 
 
 def places(front: Front) -> dict[str, float]:
@@ -105,7 +105,7 @@ async def test_item_that_is_lost_is_encoded_by_the_prefill_engine(make: Make) ->
     await front.says("e-0", front.engines["e-0"].last.request_id, end=FAILED)
     first, second = front.engines[prefill].requests.values()
     assert front.engines[prefill].aborted == [first.request_id]
-    assert "pixel_values" in second.mm_features[0].data  # type: ignore[index]
+    assert "pixel_values" in second.mm_features[0].data
     await computed(front, prefill)
     await generated(front)
     assert front.items() == {"local": 1}

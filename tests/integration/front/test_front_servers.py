@@ -344,7 +344,7 @@ async def test_engine_with_invalid_outputs_is_rejected_and_logged(
         raise ValueError("a fault of the front")
 
     engine = await front.start()
-    front.servers[0]._take_output = fail  # type: ignore[method-assign]
+    front.servers[0]._take_output = fail
     await front.servers[0].add_request_async(request("r", ""))
     await went_down(front.servers[0], "pd-0")
     assert await asyncio.to_thread(engine.fronts[0].recv, 1) == b""

@@ -231,7 +231,7 @@ async def test_name_is_looked_up_once_and_its_address_pinned(world: World) -> No
         lookups.append(host)
         return next(answers)
 
-    world.resolve = rebinding  # type: ignore[method-assign]
+    world.resolve = rebinding
     fetcher = world.fetcher(cache_bytes=0)
     assert await get(fetcher, world.url()) == [PNG]
     assert lookups == [HOST]
@@ -516,7 +516,7 @@ async def test_slow_lookups_of_a_domain_delay_no_other_domain(world: World) -> N
             answered.wait(30)
         return found
 
-    world.resolve = look_up  # type: ignore[method-assign]
+    world.resolve = look_up
     world.names |= {name: ["127.0.0.1"] for name in slow}
     fetcher = world.fetcher()
     waiting = [asyncio.create_task(get(fetcher, world.url(host=name))) for name in slow]

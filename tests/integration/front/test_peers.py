@@ -918,7 +918,7 @@ def http(front: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         headers = {"authorization": client.secret.sign(method, path, data)} if signed else {}
         return asking.request(method, path, content=data, headers=headers)
 
-    ask.client = client  # type: ignore[attr-defined]
+    ask.client = client
     return ask
 
 

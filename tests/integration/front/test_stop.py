@@ -77,7 +77,7 @@ async def test_request_beyond_the_grace_of_a_stop_ends_with_an_error(
         if not loop.is_closed():
             loop.call_soon_threadsafe(instance.seen_gone, "its process has ended")
 
-    client.engines.close = close  # type: ignore[method-assign]
+    client.engines.close = close
     asked = asyncio.create_task(ask(front, "open"))
     await until_async(lambda: engine.sent)
     if begun:

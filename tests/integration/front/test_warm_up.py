@@ -56,7 +56,7 @@ async def test_start_goes_on_when_a_warm_up_fails(
     client: SplitClient, front: Front, caplog: pytest.LogCaptureFixture
 ) -> None:
     engines = [Engine(client, name) for name in ("e-0", "pd-0")]
-    front.renderer.get_mm_processor = None  # type: ignore[method-assign,assignment]
+    front.renderer.get_mm_processor = None
     with caplog.at_level(logging.WARNING, "epd_portable"):
         await WarmUp(front, client).start()
     assert "warm-up of e-0 and pd-0: TypeError" in caplog.text

@@ -362,7 +362,7 @@ async def test_bodies_that_come_count_before_they_are_whole(
             await go_on.wait()
             yield b"y"
 
-        asking = [asyncio.create_task(t.ask(slow())) for _ in range(2)]  # type: ignore[arg-type]
+        asking = [asyncio.create_task(t.ask(slow())) for _ in range(2)]
         # The second one is not held until it is whole: the front has its request already.
         await until_async(lambda: len(front.requests) == 1)
         assert t.gateway._held_bytes == 1200

@@ -175,7 +175,7 @@ def test_width_is_measured_with_small_items_for_any_model() -> None:
         return int(item[f"{modality}_grid_thw"].data.prod())
 
     largest = {modality: patches(modality) for modality in ("image", "video")}
-    end = compat.small_dummies(SimpleNamespace(model_config=model))  # type: ignore[arg-type]
+    end = compat.small_dummies(SimpleNamespace(model_config=model))
     assert patches("image") == (compat.DUMMY_SIDE // 14) ** 2 < largest["image"] / 10
     # Two frames are one step of time.
     assert patches("video") == compat.DUMMY_FRAMES // 2 * (compat.DUMMY_SIDE // 14) ** 2

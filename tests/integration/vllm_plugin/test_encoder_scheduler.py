@@ -49,10 +49,7 @@ def config_on(platform: str, step_tokens: int = LIMIT, **instance: Any) -> Any:
             **CONNECTOR,
             "ec_role": "ec_producer",
             "ec_connector_extra_config": InstanceConfig(
-                instance="encode-0",
-                platform=platform,  # type: ignore[arg-type]
-                secret_file=secret_file(),
-                **instance,
+                instance="encode-0", platform=platform, secret_file=secret_file(), **instance
             ).model_dump(),
         },
         **ROLE_ARGS["encode"],

@@ -153,7 +153,7 @@ def test_encoder_stops_before_blocks_of_encoder_only(
     assert hooked >= {f"visual.blocks.{each}" for each in parts if overlap != "none"}
     if kind is ChunkEncoder:
         assert len(hooked) == len(parts), "no module that is not within a block"
-        assert encoder._blocks_embeds == 2 * 2 * device.traits.encode_chunk_embeds  # type: ignore[attr-defined]
+        assert encoder._blocks_embeds == 2 * 2 * device.traits.encode_chunk_embeds
     assert not model.language.layers[0]._forward_pre_hooks
     encoder.close()
 
@@ -235,7 +235,7 @@ def test_peak_of_encoder_is_measured_without_steps(allocated: list[int]) -> None
         allocated[:] = 150, 400
         return arguments
 
-    model.embed_multimodal = encode  # type: ignore[method-assign]
+    model.embed_multimodal = encode
     allocated[:] = 100, 120
     with encoder_measured(model) as peak:
         assert peak() == 0
@@ -281,7 +281,7 @@ class WorkerOfPlatform:
     captured: tuple[Any, ...] = ()
 
     def determine_available_memory(self) -> int:
-        self.model_runner.model.embed_multimodal()  # type: ignore[attr-defined]
+        self.model_runner.model.embed_multimodal()
         return 1 << 30
 
     def compile_or_warm_up_model(self) -> str:
@@ -316,7 +316,7 @@ def test_worker_leaves_memory_to_the_encoder(
     def encode() -> None:
         allocated[:] = 0, 4 << 20
 
-    model.embed_multimodal = encode  # type: ignore[method-assign]
+    model.embed_multimodal = encode
     made.model_runner = SimpleNamespace(
         model=model, get_model=lambda: model, device=torch.device("cpu")
     )

@@ -319,7 +319,7 @@ class Turns:
     """vLLM's engine loop itself around an `Engine`: what it does in a turn, in its order."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Core(EngineCoreProc):  # type: ignore[misc]
+        class Core(EngineCoreProc):
             def __init__(self) -> None:
                 self.scheduler = engine.scheduler
                 self.input_queue: Any = queue.Queue()

@@ -22,7 +22,7 @@ from epd_portable.vllm_plugin.requests import ItemMetadata
 
 def make_metadata() -> Any:
     config = ModelConfig(model=str(MODEL_DIR), dtype="float32", max_model_len=256)
-    return ItemMetadata(SimpleNamespace(model_config=config))  # type: ignore[arg-type]
+    return ItemMetadata(SimpleNamespace(model_config=config))
 
 
 @pytest.fixture(scope="module")

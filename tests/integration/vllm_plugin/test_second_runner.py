@@ -360,7 +360,7 @@ def started(hooking: Any, host: Host, monkeypatch: pytest.MonkeyPatch) -> Callab
     def start(chosen: type) -> Any:
         monkeypatch.setattr(WorkerOfPlatform, "chosen", chosen, raising=False)
         monkeypatch.delattr(worker, "EPDWorkerOfPlatform", raising=False)
-        made = worker.EPDWorkerOfPlatform()  # type: ignore[attr-defined]
+        made = worker.EPDWorkerOfPlatform()
         made.init_device()
         runner = made.model_runner
         runner.lora_config = None

@@ -93,7 +93,7 @@ def test_other_models_are_named_in_the_log(config: Any, caplog: pytest.LogCaptur
     model = SimpleNamespace(
         multimodal_config=object(), architectures=["Other"], architecture="Other"
     )
-    parts = VideoParts(SimpleNamespace(model_config=model), 2)  # type: ignore[arg-type]
+    parts = VideoParts(SimpleNamespace(model_config=model), 2)
     asked = request("r", "B")
     assert parts.divide(asked) is asked
     assert "frames of Other are not known to be encoded independently" in caplog.text

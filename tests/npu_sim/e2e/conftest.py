@@ -37,11 +37,7 @@ SIMULATED = (
     "transfer.wait_timeout_s=120",
 )
 DEVICES = {"ASCEND_SIM_DEVICES": "3", "ASCEND_SIM_MEM_MB": "2048"}
-MODULES = (
-    *ENGINE_MODULES,
-    "vllm_ascend.worker.worker",
-    "vllm_ascend.worker.model_runner_v1",
-)
+MODULES = (*ENGINE_MODULES, "vllm_ascend.worker.worker", "vllm_ascend.worker.model_runner_v1")
 
 
 INTERPRETER = Path(sys.prefix) / "interpreter"

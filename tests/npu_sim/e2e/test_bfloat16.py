@@ -17,11 +17,7 @@ pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
-def pair(
-    fork: Popen,
-    npu_fork: Popen,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Pair]:
+def pair(fork: Popen, npu_fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("bfloat16")
     popen = npu_fork
     with (

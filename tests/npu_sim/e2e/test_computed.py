@@ -67,12 +67,10 @@ def test_encode_jobs_end_after_computation_in_order(pair: Pair) -> None:
         assert write["write_s"] < min(e - b for b, e in zip(begun, ended, strict=True))
 
 
-def test_encoder_cache_takes_a_part_of_the_instances_memory(
-    pair: Pair,
-) -> None:
+def test_encoder_cache_takes_a_part_of_the_instances_memory(pair: Pair) -> None:
     (log,) = pair.split.log_dir.glob("encode-0*.log")
     left, filled = (
-        int(re.search(pattern, log.read_text())[1])  # type: ignore[index]
+        int(re.search(pattern, log.read_text())[1])
         for pattern in (r"0\.4 leaves (\d+) MiB", r"encoder cache may fill (\d+) MiB")
     )
     assert 600 < left < 0.4 * 2048
@@ -90,9 +88,7 @@ def test_instance_stays_within_its_memory_share(
     assert limit in log.read_text()
 
 
-def test_first_outputs_of_burst_leave_before_last_is_computed(
-    pair: Pair,
-) -> None:
+def test_first_outputs_of_burst_leave_before_last_is_computed(pair: Pair) -> None:
     split = pair.since_now().split
     contents = [[picture(seed, BURST_PX), ASK] for seed in range(200, 201 + BURST)]
     (log,) = split.log_dir.glob("encode-0*.log")

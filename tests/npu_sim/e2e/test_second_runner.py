@@ -40,10 +40,7 @@ class TestBothOnTheSecond(FloatEquality):
     @pytest.fixture(scope="class")
     @classmethod
     def pair(
-        cls,
-        interpreting: Popen,
-        tmp_path_factory: pytest.TempPathFactory,
-        reference_url: str,
+        cls, interpreting: Popen, tmp_path_factory: pytest.TempPathFactory, reference_url: str
     ) -> Iterator[Pair]:
         folder = tmp_path_factory.mktemp("both")
         both = settings("shm", encode="second", prefill_decode="second")

@@ -19,12 +19,7 @@ def test_a_device_always_has_its_index(npu: Platform) -> None:
 
 @pytest.mark.parametrize("index", [-1, 2])
 def test_a_device_that_is_not_there_is_refused_by_every_call(npu: Platform, index: int) -> None:
-    calls = (
-        npu.device,
-        npu.set_device,
-        npu.memory_info,
-        npu.stream,
-    )
+    calls = (npu.device, npu.set_device, npu.memory_info, npu.stream)
     for call in calls:
         with pytest.raises(PlatformUnavailableError, match=f"npu device {index} of 2"):
             call(index)

@@ -78,7 +78,7 @@ def without_runtime(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a PYTHONPATH on which torch_npu has no libraries of a runtime beside it."""
     folder = tmp_path_factory.mktemp("packages")
     installed = distribution("torch-npu")
-    for name in ("torch_npu", Path(str(installed._path)).name):  # type: ignore[attr-defined]
+    for name in ("torch_npu", Path(str(installed._path)).name):
         shutil.copytree(
             str(installed.locate_file(name)), folder / name, copy_function=_link, symlinks=True
         )

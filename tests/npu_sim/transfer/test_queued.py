@@ -125,12 +125,7 @@ def test_a_slot_comes_back_only_when_the_copy_into_it_has_ended(
 
 @pytest.mark.parametrize(
     "call",
-    [
-        "copies.DeviceCopies.queue",
-        "copies.QueuedCopy.finish",
-        "writers.trace",
-        "writers._ended",
-    ],
+    ["copies.DeviceCopies.queue", "copies.QueuedCopy.finish", "writers.trace", "writers._ended"],
 )
 def test_a_copy_that_fails_ends_its_transfer_and_no_other(
     encode: Encode, pd: PrefillSide, call: str

@@ -6,13 +6,7 @@ import io
 import pytest
 from PIL import Image
 
-from epd_portable.demo.pictures import (
-    HELD_OUT_SEEDS,
-    TRAINING_SEEDS,
-    QuestionKind,
-    Scene,
-    draw,
-)
+from epd_portable.demo.pictures import HELD_OUT_SEEDS, TRAINING_SEEDS, QuestionKind, Scene, draw
 
 
 def test_seed_always_gives_same_image_and_another_seed_another() -> None:

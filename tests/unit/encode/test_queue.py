@@ -62,11 +62,7 @@ class Desk:
         self.dispatcher = Dispatcher(self.cache, SECRET)
         limits = StepLimits(embeddings=embeddings, together=together, tokens=tokens)
         self.queue = EncodeQueue(
-            self.cache,
-            limits,
-            self.dispatcher,
-            remember_s=10.0,
-            preempt_after_s=3.0,
+            self.cache, limits, self.dispatcher, remember_s=10.0, preempt_after_s=3.0
         )
         self.requests: dict[str, FakeEncodeRequest] = {}
         self.now = 1000.0

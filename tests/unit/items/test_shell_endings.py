@@ -149,10 +149,10 @@ def test_an_engine_whose_receiver_has_died_ends(caplog: pytest.LogCaptureFixture
         broken.set()
         raise OSError("no such thing as a socket")
 
-    pd.mailbox.control = SimpleNamespace(wait=wait)  # type: ignore[attr-defined]
+    pd.mailbox.control = SimpleNamespace(wait=wait)
     pd.shell.listen()
     assert broken.wait(10)
-    pd.shell.thread.join(10)  # type: ignore[union-attr]
+    pd.shell.thread.join(10)
     with pytest.raises(TransportError, match="epd-items ended with OSError"):
         pd.shell.before_step()
     assert "no item comes here any more" in caplog.text

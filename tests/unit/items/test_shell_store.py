@@ -5,23 +5,9 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.transfer.stores.loader import IDENTITY
-from epd_portable.wire.messages import (
-    Announce,
-    AnyMessage,
-    Grant,
-    Nack,
-    NackCode,
-    Written,
-)
+from epd_portable.wire.messages import Announce, AnyMessage, Grant, Nack, NackCode, Written
 from tests.unit.builders import peer
-from tests.unit.items.harness import (
-    CAT,
-    Item,
-    Pair,
-    assert_everything_is_back,
-    sources,
-    spec,
-)
+from tests.unit.items.harness import CAT, Item, Pair, assert_everything_is_back, sources, spec
 
 
 class Store:

@@ -56,7 +56,7 @@ def test_sharing_a_tensor_is_refused_with_the_remedy(platform: Platform) -> None
 
 def test_opening_a_handle_is_refused_with_its_kind(platform: Platform) -> None:
     with pytest.raises(UnsupportedError, match="cannot open cuda memory"):
-        platform.open_tensor(SimpleNamespace(device_type="cuda"))  # type: ignore[arg-type]
+        platform.open_tensor(SimpleNamespace(device_type="cuda"))
 
 
 def test_rest_of_a_memory_share_is_at_most_the_free_memory() -> None:
