@@ -84,7 +84,9 @@ def encoder_cache(cache_size: int) -> TwoLevelCache:
     return TwoLevelCache(cache_size, 0, lambda request, index: 1)
 
 
-def encode_params(transfers: Mapping[str, str], consumer: str) -> EncodeParams:
+def encode_params(
+    transfers: Mapping[str, str], consumer: str, secret: Secret = SECRET
+) -> EncodeParams:
     """Return signed orders to send items, by ``transfer id -> item``, to a consumer."""
     return EncodeParams(
         transfers=tuple(
@@ -92,7 +94,7 @@ def encode_params(transfers: Mapping[str, str], consumer: str) -> EncodeParams:
                 transfer_id=transfer_id,
                 item_uuid=item,
                 consumer=consumer,
-                proof=SECRET.sign_transfer(transfer_id, item, consumer),
+                proof=secret.sign_transfer(transfer_id, item, consumer),
             )
             for transfer_id, item in transfers.items()
         )

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
 
 WIDTH = 640
-TOKEN_BYTES = WIDTH * 4
 CELL = 14
 """Pixels of the side of one patch; four patches are a token of the bundled model."""
 SEED_BYTES = 7

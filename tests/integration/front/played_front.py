@@ -157,9 +157,15 @@ def request(name: str, pictures: Iterable[str], **extra: Any) -> EngineCoreReque
     for each in pictures:
         features.append(feature(each, end + 1))
         end += 1 + features[-1].mm_position.length
+    return core_of(name, list(range(end + 2)), features, **extra)
+
+
+def core_of(
+    name: str, tokens: list[int], features: list[MultiModalFeatureSpec], **extra: Any
+) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id=name,
-        prompt_token_ids=list(range(end + 2)),
+        prompt_token_ids=tokens,
         mm_features=features or None,
         sampling_params=SamplingParams(max_tokens=4, extra_args=extra or None),
         pooling_params=None,

@@ -24,9 +24,8 @@ from epd_portable.front.metrics import FrontMetrics
 from epd_portable.placement.instances import EndpointPool
 from tests.certificates import make_certificate
 from tests.integration.front.web import Answer, Site, moved, never, once, plain
-from tests.integration.serving import DEADLINE_S
 from tests.unit.media.samples import STILLS
-from tests.waiting import until_async
+from tests.waiting import DEADLINE_S, until_async
 
 PNG = STILLS["png"]
 HOST = "site.test"

@@ -45,7 +45,14 @@ from epd_portable.vllm_plugin.job_items import JobReader, to_job
 from epd_portable.vllm_plugin.requests import KV, encode_request, prefill_sampling, put_params
 from epd_portable.wire import jobs
 from epd_portable.wire.params import CacheNews, EncodeTransfer, ExpectedTransfer, to_params
-from tests.integration.front.played_front import Played, client_of, http_to, settle, within
+from tests.integration.front.played_front import (
+    Played,
+    client_of,
+    core_of,
+    http_to,
+    settle,
+    within,
+)
 from tests.waiting import until_async
 
 pytestmark = pytest.mark.timeout(120)
@@ -193,17 +200,7 @@ def asked(name: str, *items: MultiModalFeatureSpec) -> EngineCoreRequest:
         length = each.mm_position.length
         placed.append(replace(each, mm_position=PlaceholderRange(count, length)))
         count += length
-    return EngineCoreRequest(
-        request_id=name,
-        prompt_token_ids=[5] * (count + 3),
-        mm_features=placed,
-        sampling_params=SamplingParams(max_tokens=4),
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
+    return core_of(name, [5] * (count + 3), placed)
 
 
 class Raw:

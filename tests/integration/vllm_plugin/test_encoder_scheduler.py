@@ -24,8 +24,9 @@ from epd_portable.launch.plan.engine import CONNECTOR, ROLE_ARGS, SCHEDULER_CLS
 from epd_portable.vllm_plugin import encoder_scheduler
 from epd_portable.vllm_plugin.reports import to_names
 from epd_portable.vllm_plugin.scheduler import make_scheduler
-from epd_portable.wire.params import EncodeParams, EncodeTransfer, to_params
+from epd_portable.wire.params import to_params
 from tests.keyring import secret, secret_file
+from tests.unit.builders import encode_params
 
 LIMIT = 1024
 
@@ -92,16 +93,8 @@ class Engine:
                 )
             )
             offset += size + text
-        transfers = tuple(
-            EncodeTransfer(
-                transfer_id=(transfer_id := f"{mm_hash} to {request_id}"),
-                item_uuid=mm_hash,
-                consumer=to,
-                proof=secret().sign_transfer(transfer_id, mm_hash, to),
-            )
-            for mm_hash, _ in items
-        )
-        params = to_params(EncodeParams(transfers=transfers))
+        transfers = {f"{mm_hash} to {request_id}": mm_hash for mm_hash, _ in items}
+        params = to_params(encode_params(transfers, to, secret()))
         self.scheduler.add_request(
             Request(
                 request_id=request_id,

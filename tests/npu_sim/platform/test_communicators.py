@@ -10,7 +10,6 @@ import pytest
 
 from tests.npu_sim.platform.children import run
 
-AMPLE_S = 60.0
 ROUNDS = 20
 PROCESSES = 3
 GROUPS = 2 * (3 + ROUNDS)

@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests import warm
 from tests.kit.commands import python
-
-REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("module", ["registry", "traits", "base", "torchvision_guard"])
