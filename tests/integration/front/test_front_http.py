@@ -470,7 +470,7 @@ async def test_failed_application_counts_with_the_status_that_was_sent(
 
 @pytest.mark.parametrize("raises", [False, True])
 async def test_fault_of_the_application_during_a_stop_is_503(serve: Serve, raises: bool) -> None:
-    """What renders a prompt has ended then."""
+    """The renderer of prompts has ended then."""
 
     def failing(*_: Any) -> ASGIApp:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:

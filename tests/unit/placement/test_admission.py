@@ -112,7 +112,7 @@ async def test_retry_after_is_when_those_that_wait_have_gone(
     assert door.keeper._waiters == {}
 
 
-async def test_refusal_after_a_wait_names_the_limit_and_counts_the_wait() -> None:
+async def test_refusal_after_a_wait_names_the_limit_and_counts_it() -> None:
     door = Door(decode={"max_requests": 1}, max_wait_s=0.001)
     door.add("a")
     assert await door.enter()
