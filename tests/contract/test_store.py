@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import secrets
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +38,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     server.kill()
 
 
+@pytest.fixture
+def client(server: RedisServer) -> Iterator[Any]:
+    """Yield a client of the server, which is empty."""
+    with server.client() as made:
+        made.flushall()
+        yield made
+
+
+@pytest.fixture
+def in_redis(server: RedisServer, client: Any) -> Iterator[Store]:
+    made = make_store(server.section(timeout_ms=60_000))
+    yield made
+    made.close()
+
+
 Make = Callable[..., Store]
 
 
@@ -45,10 +62,8 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     opened: list[Store] = []
     section: Callable[..., StoreSection]
     if request.param == "redis":
-        server: RedisServer = request.getfixturevalue("server")
-        with server.client() as client:
-            client.flushall()
-        section = server.section
+        request.getfixturevalue("client")
+        section = request.getfixturevalue("server").section
     else:
         section = lambda **keys: StoreSection(kind="file", path=str(tmp_path / "store"), **keys)  # noqa: E731
 
@@ -95,17 +110,13 @@ def test_written_entry_is_found_and_loaded_by_another(make: Make) -> None:
     assert reader.has_caches([]) == []
 
 
-@pytest.mark.parametrize("dtype", DTYPE_BYTES)
-def test_every_dtype_is_kept(make: Make, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("nbytes", "dtype"), [*((4096, each) for each in DTYPE_BYTES), (48 * MiB, "float32")]
+)
+def test_entry_of_any_dtype_and_size_is_kept_whole(make: Make, nbytes: int, dtype: str) -> None:
     store = make()
-    store.save_caches([entry("cat", dtype=dtype, fill=7)])
-    assert loaded(store, "cat") == b"\7" * 4096
-
-
-def test_an_entry_of_many_megabytes_is_kept_whole(make: Make) -> None:
-    store = make()
-    store.save_caches([entry("cat", 48 * MiB, fill=3)])
-    assert loaded(store, "cat", 48 * MiB) == b"\3" * (48 * MiB)
+    store.save_caches([entry("cat", nbytes, dtype=dtype, fill=7)])
+    assert loaded(store, "cat", nbytes) == b"\7" * nbytes
 
 
 def test_an_entry_that_is_written_again_is_replaced(make: Make) -> None:
@@ -215,22 +226,20 @@ def test_many_processes_write_at_once_and_every_entry_is_whole(
 
 @pytest.mark.needs_redis
 @pytest.mark.parametrize("damage", ["gone", "shorter", "another's"])
-def test_a_damaged_part_of_a_large_entry_is_found(server: RedisServer, damage: str) -> None:
-    store = make_store(server.section(timeout_ms=60_000))
-    with server.client() as client:
-        client.flushall()
-        store.save_caches([entry("cat", 12 * MiB), entry("dog", 12 * MiB, fill=2)])
-        cat, dog = (f"epd:1:entry:{key(name)}" for name in ("cat", "dog"))
-        assert sorted(client.hkeys(cat)) == [b"d0", b"d1", b"d2", b"h"]
-        if damage == "gone":
-            client.hdel(cat, "d1")
-        else:
-            data = client.hget(dog, "d1")
-            client.hset(cat, "d1", data[:-1] if damage == "shorter" else data)
+def test_a_damaged_part_of_a_large_entry_is_found(
+    in_redis: Store, client: Any, damage: str
+) -> None:
+    in_redis.save_caches([entry("cat", 12 * MiB), entry("dog", 12 * MiB, fill=2)])
+    cat, dog = (f"epd:1:entry:{key(name)}" for name in ("cat", "dog"))
+    assert sorted(client.hkeys(cat)) == [b"d0", b"d1", b"d2", b"h"]
+    if damage == "gone":
+        client.hdel(cat, "d1")
+    else:
+        data = client.hget(dog, "d1")
+        client.hset(cat, "d1", data[:-1] if damage == "shorter" else data)
     with pytest.raises(CorruptEntryError):
-        loaded(store, "cat", 12 * MiB)
-    assert loaded(store, "dog", 12 * MiB) == b"\2" * (12 * MiB)
-    store.close()
+        loaded(in_redis, "cat", 12 * MiB)
+    assert loaded(in_redis, "dog", 12 * MiB) == b"\2" * (12 * MiB)
 
 
 @contextlib.contextmanager
@@ -313,62 +322,52 @@ def test_a_server_with_tls_is_asked_only_if_it_proves_who_it_is(tmp_path: Path) 
 
 
 @pytest.mark.needs_redis
-def test_removed_entries_are_not_counted(server: RedisServer, tmp_path: Path) -> None:
-    with server.client() as client:
-        client.flushall()
-        store = make_store(server.section(max_bytes=4 * MiB))
-        assert store.has_caches([key("bird")]) == [None]
-        assert client.zcard("epd:1:index") == 0, "asking counts nothing"
-        for number in range(3):
-            store.save_caches([entry(f"{number}", MiB)])
-        client.delete(*client.keys("epd:1:entry:*"))
-        for number in range(3, 9):
-            store.save_caches([entry(f"{number}", MiB)])
-        there = store.has_caches([key(f"{number}") for number in range(9)])
-        found = [head is not None for head in there]
-        # Of those that were stored within one millisecond any may be the oldest.
-        assert not any(found[:3])
-        assert sum(found) == 3
-        client.flushall()
-        store.save_caches([entry("cat", MiB)])
-        assert loaded(store, "cat", MiB) is not None
-        store.close()
+def test_removed_entries_are_not_counted(server: RedisServer, client: Any) -> None:
+    store = make_store(server.section(max_bytes=4 * MiB))
+    assert store.has_caches([key("bird")]) == [None]
+    assert client.zcard("epd:1:index") == 0, "asking counts nothing"
+    for number in range(3):
+        store.save_caches([entry(f"{number}", MiB)])
+    client.delete(*client.keys("epd:1:entry:*"))
+    for number in range(3, 9):
+        store.save_caches([entry(f"{number}", MiB)])
+    there = store.has_caches([key(f"{number}") for number in range(9)])
+    found = [head is not None for head in there]
+    # Of those that were stored within one millisecond any may be the oldest.
+    assert not any(found[:3])
+    assert sum(found) == 3
+    client.flushall()
+    store.save_caches([entry("cat", MiB)])
+    assert loaded(store, "cat", MiB) is not None
+    store.close()
 
 
 @pytest.mark.needs_redis
-def test_foreign_file_in_place_of_a_head_harms_no_other_entry(server: RedisServer) -> None:
-    store = make_store(server.section(timeout_ms=60000))
-    with server.client() as client:
-        client.flushall()
-        store.save_caches([entry("cat"), entry("long")])
-        client.hset(f"epd:1:entry:{key('long')}", "h", bytes(1 << 20))
-        client.set(f"epd:1:entry:{key('other type')}", b"x")
-        client.config_resetstat()
-        names = ("long", "other type", "bird", "cat")
-        found = store.has_caches([key(name) for name in names])
-        assert found[:3] == [b"", b"", None]
-        assert SEAL.open(found[3] or b"", key("cat")).mm_hash == "cat"
-        assert client.info("stats")["total_net_output_bytes"] < 1 << 16
-        for name in ("long", "other type"):
-            store.discard(key(name))
-        store.save_caches([entry("long"), entry("other type")])
-        assert all(loaded(store, name) is not None for name in ("long", "other type", "cat"))
-    store.close()
+def test_foreign_file_in_place_of_a_head_harms_no_other_entry(in_redis: Store, client: Any) -> None:
+    in_redis.save_caches([entry("cat"), entry("long")])
+    client.hset(f"epd:1:entry:{key('long')}", "h", bytes(1 << 20))
+    client.set(f"epd:1:entry:{key('other type')}", b"x")
+    client.config_resetstat()
+    names = ("long", "other type", "bird", "cat")
+    found = in_redis.has_caches([key(name) for name in names])
+    assert found[:3] == [b"", b"", None]
+    assert SEAL.open(found[3] or b"", key("cat")).mm_hash == "cat"
+    assert client.info("stats")["total_net_output_bytes"] < 1 << 16
+    for name in ("long", "other type"):
+        in_redis.discard(key(name))
+    in_redis.save_caches([entry("long"), entry("other type")])
+    assert all(loaded(in_redis, name) is not None for name in ("long", "other type", "cat"))
 
 
 @pytest.mark.needs_redis
 @pytest.mark.parametrize("field", ["h", "d0"])
-def test_planted_value_is_not_read_when_loaded(server: RedisServer, field: str) -> None:
-    store = make_store(server.section(timeout_ms=60000))
-    with server.client() as client:
-        client.flushall()
-        store.save_caches([entry("cat")])
-        client.hset(f"epd:1:entry:{key('cat')}", field, bytes(1 << 20))
-        client.config_resetstat()
-        with pytest.raises(CorruptEntryError, match="1048576"):
-            loaded(store, "cat")
-        assert client.info("stats")["total_net_output_bytes"] < 1 << 16
-    store.close()
+def test_planted_value_is_not_read_when_loaded(in_redis: Store, client: Any, field: str) -> None:
+    in_redis.save_caches([entry("cat")])
+    client.hset(f"epd:1:entry:{key('cat')}", field, bytes(1 << 20))
+    client.config_resetstat()
+    with pytest.raises(CorruptEntryError, match="1048576"):
+        loaded(in_redis, "cat")
+    assert client.info("stats")["total_net_output_bytes"] < 1 << 16
 
 
 def files(folder: Path) -> list[Path]:
@@ -392,6 +391,24 @@ def test_file_entry_survives_short_reads_and_leaks_no_descriptor(
         assert loaded(store, name) == bytes(entry(name).payload)
         store.discard(key(name))
     assert len(os.listdir("/proc/self/fd")) <= len(before)
+
+
+@pytest.mark.parametrize(("number", "is_kept"), [(errno.ENOSPC, True), (errno.EIO, False)])
+def test_entry_is_written_again_on_a_full_disk_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_kept: bool
+) -> None:
+    write, failures = os.write, [OSError(number, os.strerror(number))]
+
+    def fail_first(file: int, data: bytes) -> int:
+        if failures:
+            raise failures.pop()
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", fail_first)
+    store = of_files(tmp_path)
+    with contextlib.nullcontext() if is_kept else pytest.raises(StoreError, match="written"):
+        store.save_caches([entry("cat")])
+    assert (loaded(store, "cat") is not None) is is_kept
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 100, 4000, 4400])

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from epd_portable.transfer.control import ControlClients, ControlServer
 from epd_portable.transfer.pool import SHM_FOLDER
 from tests.contract.pairs import ROUTES, Route, parameters
+from tests.keyring import keys
+from tests.kit.encode_side import CountedSender, make_sender
 from tests.kit.ends import EncodeSide, PrefillSide
 
 
@@ -40,3 +43,24 @@ def encode(route: Route) -> Iterator[EncodeSide]:
     side = EncodeSide(route.path, route.pair.encode)
     yield side
     side.close()
+
+
+@pytest.fixture
+def sender() -> Iterator[CountedSender]:
+    made = make_sender("shm")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def server() -> Iterator[ControlServer]:
+    made = ControlServer("tcp://127.0.0.1:*", "server", keys())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def clients() -> Iterator[ControlClients]:
+    made = ControlClients("client", keys())
+    yield made
+    made.close()

@@ -273,18 +273,15 @@ def test_connection_without_join_holds_no_thread(
     consumer.assert_serves()
 
 
-@pytest.mark.parametrize("seconds", [1e300, float("inf")])
-def test_a_lease_without_end_is_served(consumer: Consumer, seconds: float) -> None:
+@pytest.mark.parametrize("seconds", [1e300, float("inf"), 0.0, -1.0, float("nan")])
+def test_item_is_refused_without_time_and_served_without_limit(
+    consumer: Consumer, seconds: float
+) -> None:
     with producer(consumer) as (connection, group):
-        put(connection, group, seconds=seconds)
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
-def test_an_item_without_time_is_refused(consumer: Consumer, seconds: float) -> None:
-    with producer(consumer) as (connection, group):
-        connection.send_bytes(encode(Put(SLOT, seconds)))
-        assert f"{seconds} s to write an item" in hear(connection).problem
-        put(connection, group)
+        if not seconds > 0:
+            connection.send_bytes(encode(Put(SLOT, seconds)))
+            assert f"{seconds} s to write an item" in hear(connection).problem
+        put(connection, group, seconds=seconds if seconds > 0 else DEADLINE_S)
 
 
 def test_a_second_join_ends_the_pair(consumer: Consumer, caplog: pytest.LogCaptureFixture) -> None:

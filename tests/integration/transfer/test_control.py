@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -35,20 +34,6 @@ def heard(clients: ControlClients, timeout_s: float = 0.1) -> list[tuple[str, An
 
 
 DEADLINE_S = 20.0
-
-
-@pytest.fixture
-def server() -> Iterator[ControlServer]:
-    made = ControlServer("tcp://127.0.0.1:*", "server", keys())
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def clients() -> Iterator[ControlClients]:
-    made = ControlClients("client", keys())
-    yield made
-    made.close()
 
 
 def test_nonsense_is_dropped(server: ControlServer, clients: ControlClients) -> None:

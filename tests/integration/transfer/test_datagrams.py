@@ -35,15 +35,12 @@ def grant(pool: str, path: str = "shm") -> Grant:
     return Grant(transfer_id="t", attempt=1, slot=slot, path=path, address="", lease_s=1.0)
 
 
-class Consumer:
+class Consumer(ControlServer):
     """A control server beside a pool."""
 
     def __init__(self, pool: str, address: str = "tcp://127.0.0.1:*") -> None:
+        super().__init__(address, "server", keys(), pool)
         self.pool = pool
-        self.server = ControlServer(address, "server", keys(), pool)
-
-    def close(self) -> None:
-        self.server.close()
 
 
 @pytest.fixture
@@ -58,26 +55,19 @@ def consumer(pool: str) -> Iterator[Consumer]:
     made.close()
 
 
-@pytest.fixture
-def clients() -> Iterator[ControlClients]:
-    made = ControlClients("client", keys())
-    yield made
-    made.close()
-
-
 def meet(clients: ControlClients, consumer: Consumer, path: str = "shm") -> None:
     """Let the producer hear of a grant."""
-    clients.send(consumer.server.address, Later(transfer_id="hello"))
-    until(consumer.server.receive)
-    consumer.server.send(b"client", grant(consumer.pool, path))
+    clients.send(consumer.address, Later(transfer_id="hello"))
+    until(consumer.receive)
+    consumer.send(b"client", grant(consumer.pool, path))
     until(clients.receive)
 
 
 def by_datagram(clients: ControlClients, consumer: Consumer, message: AnyMessage) -> bool:
-    consumer.server._gate.log_refusals()
+    consumer._gate.log_refusals()
     with mock.patch.object(control, "receive_parts", side_effect=control.receive_parts) as zmq:
-        clients.send(consumer.server.address, message)
-        assert until(consumer.server.receive) == [(b"client", message)]
+        clients.send(consumer.address, message)
+        assert until(consumer.receive) == [(b"client", message)]
     return not zmq.called
 
 
@@ -96,26 +86,26 @@ def test_turn_reads_zmq_and_datagrams_and_leaves_a_floods_rest(
     monkeypatch.setattr(control, "MAX_AT_ONCE", 3)
     meet(clients, consumer)
     for _ in range(4):
-        clients.send(consumer.server.address, WRITTEN)
-    clients.send(consumer.server.address, Later(transfer_id="u"))
+        clients.send(consumer.address, WRITTEN)
+    clients.send(consumer.address, Later(transfer_id="u"))
     pieces = []
     while sum(pieces) < 5:
-        consumer.server.wait(DEADLINE_S)
-        pieces.append(len(consumer.server.receive()))
+        consumer.wait(DEADLINE_S)
+        pieces.append(len(consumer.receive()))
     assert max(pieces) <= 3
 
 
 def test_a_restarted_consumer_is_reached_again(clients: ControlClients, pool: str) -> None:
     first = Consumer(pool)
-    address = first.server.address
+    address = first.address
     meet(clients, first)
     first.close()
     second = Consumer(pool, address)
     try:
         clients.send(address, WRITTEN)
-        assert until(second.server.receive) == [(b"client", WRITTEN)]
+        assert until(second.receive) == [(b"client", WRITTEN)]
         assert address not in clients._near
-        second.server.send(b"client", grant(pool))
+        second.send(b"client", grant(pool))
         until(clients.receive)
         assert by_datagram(clients, second, WRITTEN)
     finally:
@@ -129,13 +119,13 @@ def test_message_larger_than_a_datagram_goes_by_zmq(
     # More than a socket holds, and not more than ZMQ's own queue takes of the rest.
     many = int(Path("/proc/sys/net/unix/max_dgram_qlen").read_text()) + 500
     for number in range(many):
-        clients.send(consumer.server.address, Written(transfer_id=str(number), generation=1))
+        clients.send(consumer.address, Written(transfer_id=str(number), generation=1))
     found: set[str] = set()
     deadline_s = time.monotonic() + DEADLINE_S
     with mock.patch.object(control, "receive_parts", side_effect=control.receive_parts) as zmq:
         while len(found) < many and time.monotonic() < deadline_s:
-            found |= {message.transfer_id for _, message in consumer.server.receive()}
-            consumer.server.wait(0.01)
+            found |= {message.transfer_id for _, message in consumer.receive()}
+            consumer.wait(0.01)
     assert zmq.called
     assert len(found) == many
     assert by_datagram(clients, consumer, WRITTEN), "there is room again"
@@ -149,7 +139,7 @@ def test_nonsense_is_dropped_and_the_next_one_arrives(
     for data in (b"", b"garbage", good[:-1], bytes(MAX_MESSAGE_BYTES * 2), good):
         sender.send(data)
     sender.close()
-    assert until(consumer.server.receive) == [(b"client", WRITTEN)]
+    assert until(consumer.receive) == [(b"client", WRITTEN)]
     assert len([each for each in caplog.records if "dropped" in each.msg]) == 4
 
 
@@ -213,7 +203,7 @@ def test_a_consumer_that_left_costs_no_socket(pool: str, monkeypatch: pytest.Mon
     try:
         for each in consumers:
             meet(clients, each)
-            assert list(clients._near) == [each.server.address]
+            assert list(clients._near) == [each.address]
             opened += clients._near.values()
     finally:
         clients.close()

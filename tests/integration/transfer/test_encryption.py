@@ -251,18 +251,6 @@ def test_a_listener_reads_nothing_of_an_item(stack: ExitStack, receive: Receive)
     assert WORDS[:12] not in forwarder.seen
 
 
-def test_the_listener_does_read_what_is_not_encrypted(stack: ExitStack) -> None:
-    """Else the tests above would prove nothing."""
-    listener = plain_socket(stack, zmq.ROUTER)
-    forwarder = Forwarder((OFF_HOST, listener.bind_to_random_port(f"tcp://{OFF_HOST}")))
-    stack.callback(forwarder.close)
-    sender = plain_socket(stack, zmq.DEALER)
-    sender.connect(forwarder.address)
-    sender.send(WORDS)
-    assert listener.poll(DEADLINE_S * 1000)
-    assert WORDS in forwarder.seen
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", OFF_HOST])
 def test_a_stranger_with_another_secret_writes_nothing(receive: Receive, host: str) -> None:
     receiver, memory = receive(keys(), host)

@@ -14,26 +14,11 @@ from epd_portable.transfer.control import ControlServer
 from epd_portable.transfer.pool import SHM_FOLDER
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import Announce, Grant
-from tests.keyring import keys
-from tests.kit.encode_side import make_sender, order, output
+from tests.kit.encode_side import order, output
 from tests.kit.ends import DEADLINE_S
 from tests.receiving import pool_name
 
 CONTENT = b"mine" * 1000
-
-
-@pytest.fixture
-def sender() -> Iterator[Sender]:
-    made = make_sender("shm")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def consumer() -> Iterator[ControlServer]:
-    made = ControlServer("tcp://127.0.0.1:*", "consumer", keys())
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -66,18 +51,18 @@ def link(victim: Path) -> Iterator[Path]:
 )
 def test_a_grant_of_anything_but_a_pool_is_not_written_under(
     sender: Sender,
-    consumer: ControlServer,
+    server: ControlServer,
     victim: Path,
     link: Path,
     pool: Callable[[Path, Path], str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     item = output("cat", 10)
-    sender.submit(order("t", "cat", consumer.address, 10), item)
+    sender.submit(order("t", "cat", server.address, 10), item)
     deadline_s = time.monotonic() + DEADLINE_S
     while "t" not in sender.progress.take_ended():
         assert time.monotonic() < deadline_s
-        for identity, message in consumer.receive():
+        for identity, message in server.receive():
             if isinstance(message, Announce):
                 slot = SlotDescriptor(
                     pool=pool(victim, link), offset=0, nbytes=item.nbytes, generation=1
@@ -90,7 +75,7 @@ def test_a_grant_of_anything_but_a_pool_is_not_written_under(
                     address=str(victim.stat().st_ino),
                     lease_s=DEADLINE_S,
                 )
-                consumer.send(identity, grant)
+                server.send(identity, grant)
         time.sleep(0.01)
     assert victim.read_bytes() == CONTENT
     assert "transfer t ended: " in caplog.text

@@ -42,13 +42,6 @@ pytestmark = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def sender(path: str) -> Iterator[CountedSender]:
-    made = make_sender(path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def pd(make_pd: Callable[..., PrefillSide]) -> PrefillSide:
     return make_pd()
 

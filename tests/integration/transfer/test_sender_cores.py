@@ -61,7 +61,7 @@ def test_sender_threads_use_all_cores_under_openmp_binding() -> None:
         env={**os.environ, "GOMP_CPU_AFFINITY": cores, "OMP_NUM_THREADS": "2"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert ended.stdout.strip() == "ok", ended.stderr

@@ -14,10 +14,8 @@ import psutil
 import pytest
 import zmq
 
-from epd_portable.transfer.control import ControlServer
 from epd_portable.transfer.curve import OVERHEAD_BYTES
 from epd_portable.transfer.paths.tcp import CHUNK_BYTES, TcpReceiver
-from tests.keyring import keys
 from tests.receiving import tcp_receiver
 
 DEADLINE_S = 20.0
@@ -71,19 +69,12 @@ def resident_bytes() -> int:
 
 
 @pytest.fixture
-def control() -> Iterator[ControlServer]:
-    made = ControlServer("tcp://127.0.0.1:*", "server", keys())
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def receiver() -> Iterator[TcpReceiver]:
     with tcp_receiver() as (made, _):
         yield made
 
 
-@pytest.mark.parametrize("channel", ["control", "receiver"])
+@pytest.mark.parametrize("channel", ["server", "receiver"])
 @pytest.mark.parametrize("opening", OPENINGS.values(), ids=OPENINGS)
 def test_an_endless_message_ends(
     request: pytest.FixtureRequest, channel: str, opening: bytes

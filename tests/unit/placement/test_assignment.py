@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ from tests.unit.placement.profiles.situations import Picture
 
 PD = instance_settings("pd", "prefill-decode")
 PIXELS, TIME_S = 448 * 448, 0.25
-LOST, FULL = FailureKind.LOST, FailureKind.FULL
+LOST, FULL, GAVE_UP = FailureKind.LOST, FailureKind.FULL, FailureKind.GAVE_UP
 
 
 def pictures(*names: str, pixels: int = 0) -> list[Picture]:
@@ -130,70 +131,50 @@ def test_first_items_are_encoded_locally_only_if_configured() -> None:
     assert found[-1].by == "encoder" and found[-1].elastic is None
 
 
-def test_another_encoder_is_asked_when_one_fails_and_then_none() -> None:
-    scene = Scene(encoders=3)
-    tries = scene.tries()
-    assert tries.note_failure("e0", failure(LOST), 1.0) == 0
-    second = tries.next_encoder()
-    assert second is not None and second.name != "e0"
-    assert tries.note_failure(second.name, failure(LOST), 2.0) == 0
-    assert tries.next_encoder() is None
-    assert tries.describe() == f"encoders tried: e0, {second.name}; last: is lost"
+# Encoders, the deadline, whether retries are left. Then failures of the encoder that was next, at
+# first ``e0``: kind, seconds for which it is full, time; then seconds to wait, and who is next.
+TRIES: dict[str, tuple[int, float, bool, list[tuple[Any, ...]], str]] = {
+    "each fails once": (
+        3, 30.0, True, [(LOST, 0, 1, 0, "e2"), (LOST, 0, 2, 0, "")],
+        "encoders tried: e0, e2; last: is lost",
+    ),
+    "each gives it up twice": (
+        2, 30.0, True,
+        [(GAVE_UP, 0, 1, 0, "e1"), (GAVE_UP, 0, 1, 0, "e0"), (GAVE_UP, 0, 1, 0, "e1"),
+         (GAVE_UP, 0, 1, 0, "")],
+        "",
+    ),
+    "fails at the deadline": (2, 30.0, True, [(LOST, 0, 30, 0, "")], ""),
+    "full after the deadline": (2, 30.0, True, [(FULL, 1, 31, 0, "")], ""),
+    "full beyond the deadline": (1, 5.0, True, [(FULL, 60, 1, 0, "")], ""),
+    # The first one has space after five seconds, then the other may have some. A failure needs a
+    # retry.
+    "full in turn, then lost": (
+        2, 30.0, False,
+        [(FULL, 5, 1, 0, "e1"), (FULL, 9, 2, 4, "e0"), (FULL, 5, 6, 0, "e1"),
+         (FULL, 9, 6.5, 4.5, "e0"), (LOST, 0, 12, 0, "")],
+        "",
+    ),
+    "cut by the deadline": (
+        1, 5.0, True, [(FULL, 3, 1, 3, "e0"), (FailureKind.TIMEOUT, 0, 5, 0, "")],
+        "encoders full: e0; last: is full",
+    ),
+}  # fmt: skip
 
 
-def test_encoder_that_gave_an_item_up_is_tried_once_more() -> None:
-    tries = Scene(encoders=2).tries()
-    found = ["e0"]
-    for _ in range(4):
-        assert tries.note_failure(found[-1], failure(FailureKind.GAVE_UP), 1.0) == 0
+@pytest.mark.parametrize("history", TRIES)
+def test_next_encoder_after(history: str) -> None:
+    encoders, deadline_s, may_retry, failures, described = TRIES[history]
+    scene = Scene(encoders)
+    while not may_retry and scene.budget.spend():
+        pass
+    tries, encoder = scene.tries(deadline_s), "e0"
+    for kind, full_for_s, now_s, wait_s, expected in failures:
+        found = tries.note_failure(encoder, failure(kind, full_for_s), now_s)
         following = tries.next_encoder()
-        found.append(following.name if following else "none")
-    assert found == ["e0", "e1", "e0", "e1", "none"]
-
-
-@pytest.mark.parametrize(("kind", "now_s"), [(LOST, 30.0), (FULL, 31.0)], ids=str)
-def test_no_encoder_is_asked_too_late(kind: FailureKind, now_s: float) -> None:
-    scene = Scene()
-    tries = scene.tries(deadline_s=30.0)
-    assert tries.note_failure("e0", failure(kind, 1.0), now_s) == 0
-    assert tries.next_encoder() is None
-
-
-def test_full_encoder_is_tried_again_without_a_retry() -> None:
-    scene = Scene()
-    for _ in range(1000):
-        scene.budget.spend()
-    tries = scene.tries()
-    assert tries.note_failure("e0", failure(FULL, 5.0), 1.0) == 0
-    second = tries.next_encoder()
-    assert second is not None and second.name == "e1"
-    # Both are full: the first one has room after five seconds.
-    assert tries.note_failure("e1", failure(FULL, 9.0), 2.0) == pytest.approx(4.0)
-    third = tries.next_encoder()
-    assert third is not None
-    # Then the other one may have room, too.
-    assert tries.note_failure(third.name, failure(FULL, 5.0), 6.0) == 0
-    fourth = tries.next_encoder()
-    assert fourth is not None and fourth is not third
-    assert tries.note_failure(fourth.name, failure(FULL, 9.0), 6.5) == pytest.approx(4.5)
-    assert tries.next_encoder() is not None
-    # Who failed costs one, and there is none left.
-    assert tries.note_failure("e0", failure(LOST), 12.0) == 0
-    assert tries.next_encoder() is None
-
-
-def test_wait_for_capacity_ends_at_the_deadline() -> None:
-    tries = Scene(encoders=1).tries(deadline_s=5.0)
-    assert tries.note_failure("e0", failure(FULL, 60.0), 1.0) == 0
-    assert tries.next_encoder() is None
-
-
-def test_job_cut_by_the_deadline_counts_as_full() -> None:
-    tries = Scene(encoders=1).tries(deadline_s=5.0)
-    assert tries.note_failure("e0", failure(FULL, 3.0), 1.0) == 3.0
-    assert tries.next_encoder() is not None
-    tries.note_failure("e0", failure(FailureKind.TIMEOUT), 5.0)
-    assert tries.failure is not None and tries.failure.kind is FULL
+        encoder = following.name if following else ""
+        assert (found, encoder) == (pytest.approx(wait_s), expected)
+    assert described in tries.describe()
 
 
 def test_retries_are_a_part_of_what_comes() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -116,34 +115,35 @@ def test_a_copy_beyond_its_lease_is_waited_for_and_an_error(platform: SpyPlatfor
     assert next(looks) > 100, "it returned while the device could still write"
 
 
-def test_pool_without_page_lock_is_used_and_logged(
-    platform: SpyPlatform, memory: SharedMemory, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("changed", "refuses", "unblocked", "pinned", "unpinned"),
+    [
+        ({}, False, True, 1, 1),
+        ({}, True, False, 0, 0),
+        ({"foreign_pages_block": True}, False, False, 1, 1),
+        ({"needs_device_copy": False}, False, False, 0, 0),
+    ],
+    ids=["a device", "refused", "unknown pages block", "host memory"],
+)
+def test_pool_is_page_locked_for_devices_that_copy(
+    platform: SpyPlatform,
+    memory: SharedMemory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    changed: dict[str, bool],
+    refuses: bool,
+    unblocked: bool,
+    pinned: int,
+    unpinned: int,
 ) -> None:
-    platform.refuses = True
+    monkeypatch.setattr(platform, "traits", replace(SpyPlatform.traits, **changed))
+    platform.refuses = refuses
     copies = DeviceCopies(platform)
-    with caplog.at_level(logging.WARNING):
-        assert not copies.pin(memory)
+    assert copies.pin(memory) is unblocked
     copies.unpin(memory)
-    assert "is not page-locked, copies block: no more page-locked memory" in caplog.text
-
-
-def test_page_locking_is_useless_where_unknown_pages_block(
-    platform: SpyPlatform, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    traits = replace(SpyPlatform.traits, foreign_pages_block=True)
-    monkeypatch.setattr(platform, "traits", traits)
-    assert not DeviceCopies(platform).pin(memory)
-    assert platform.pinned, "the device reads it faster all the same"
-
-
-def test_memory_is_not_page_locked_for_devices_on_host_memory(
-    platform: SpyPlatform, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(platform, "traits", CpuPlatform.traits)
-    copies = DeviceCopies(platform)
-    copies.pin(memory)
-    copies.unpin(memory)
-    assert (platform.pinned, platform.unpinned) == ([], [])
+    assert (len(platform.pinned), len(platform.unpinned)) == (pinned, unpinned)
+    words = "is not page-locked, copies block: no more page-locked memory"
+    assert (words in caplog.text) is refuses
 
 
 SRC = torch.ones(2)

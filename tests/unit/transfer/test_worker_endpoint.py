@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.errors import TransportError, UnsupportedError
+from epd_portable.errors import CapacityError, TransportError, UnsupportedError
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import Platform
 from epd_portable.transfer import worker_endpoint as module
@@ -122,9 +123,18 @@ def test_a_publication_is_private_and_follows_no_link(pool: str, tmp_path: Path)
     worker.close()
 
 
-def test_a_worker_that_cannot_open_its_paths_leaves_nothing(pool: str) -> None:
+def test_a_worker_that_cannot_open_its_paths_leaves_nothing(
+    pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(TransportError, match=r"cannot receive on 256\.0\.0\.1"):
         endpoint(pool, host="256.0.0.1", trusted_network=True)
+
+    def full(*_: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(CapacityError, match=r"worker cannot be written: .*; enlarge /dev/shm"):
+        endpoint(pool)
     assert list(SHM_FOLDER.glob(f"{pool}*")) == []
 
 

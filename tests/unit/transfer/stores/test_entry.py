@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.config.store import StoreSection
-from epd_portable.errors import CorruptEntryError, StoreError
+from epd_portable.errors import ConfigError, CorruptEntryError, StoreError
 from epd_portable.transfer.stores.entry import Head, Seal, namespace_of
 from epd_portable.transfer.stores.file import FileStore
 from epd_portable.wire.descriptors import TensorSpec
@@ -44,6 +45,12 @@ def test_key_depends_on_engines_modality_item_and_secret_only() -> None:
     assert len(keys) == 5
     assert seal().key(seal().namespace("model a"), ITEM, "image") in keys
     assert seal("t" * 40).namespace("model a") != first
+
+
+def test_missing_library_of_seals_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
+    with pytest.raises(ConfigError, match=r"pip install 'epd-portable\[store\]'"):
+        seal()
 
 
 def test_borders_of_fields_are_nobodys_choice() -> None:

@@ -198,12 +198,15 @@ def test_a_late_load_is_given_up_and_its_slot_comes_back(side: Callable[..., Sid
     assert (one.count("error"), one.count("unavailable")) == (1, 1)
 
 
-def test_after_a_while_one_tries_again_and_then_all(side: Callable[..., Side]) -> None:
+def test_after_a_while_one_tries_again_and_then_all(
+    side: Callable[..., Side], caplog: pytest.LogCaptureFixture
+) -> None:
     one = side("cat", "dog", "bird")
     one.store.error = StoreError("gone")
     one.grant(one.announce("cat"))
     assert codes(one.heard()) == [NOT_STORED, RELEASED]
     assert one.breaker.state == "open"
+    assert "items are not loaded from the store for a while: gone" in caplog.text
     one.clock.now += 1.01
     one.store.error = None
     one.store.gate.clear()
