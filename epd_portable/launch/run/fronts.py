@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from epd_portable.config.schema import Launch
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError, RefusedError
 from epd_portable.launch.notices import Notice
@@ -149,6 +150,7 @@ class Registrar:
     def __init__(
         self,
         plan: Plan,
+        launch: Launch,
         secret: Secret,
         *,
         is_up: Callable[[str], Awaitable[bool]],
@@ -158,22 +160,44 @@ class Registrar:
         self.is_up = is_up
         self.leave_timeout_s = leave_timeout_s
         self.say = say
+        self.names = [spec.name for spec in plan.processes if spec.role != "front"]
         self._plan = plan
+        self._launch = launch
         self._secret = secret
+        self._followed_s: float | None = None
         self._unresolved: dict[str, LaunchError] = {}
         self._fronts: dict[tuple[str, str], _Front] = {}
-        self._instances = [each["name"] for each in plan.members]
         for spec in plan.processes:
             if spec.role == "front":
-                self._instances = [each.name for each in plan.processes if each.role != "front"]
                 client = FrontClient(spec.url, secret, cert_file=spec.tls_cert_file)
                 self._fronts[spec.url, ""] = _Front(self, plan, client, is_own=True)
+
+    def have_joined(self) -> bool:
+        """Return whether all instances are up at every front.
+
+        Raises:
+            LaunchError: A front refuses one for good, or one was not up in time.
+        """
+        if self._followed_s is None:
+            return False
+        problems, limit_s = self.problems(), self._launch.startup_timeout_s
+        is_over = asyncio.get_running_loop().time() >= self._followed_s + limit_s
+        for name, problem in problems.items():
+            if isinstance(problem, RefusedError):
+                raise LaunchError(f"{name} cannot join: {problem}") from problem
+            if is_over:
+                raise LaunchError(
+                    f"instances are not up at {', '.join(self._plan.joins) or 'the front'} after "
+                    f"{limit_s:g} s (launch.startup_timeout_s): "
+                    f"{name}{f': {problem}' if problem else ''}"
+                )
+        return not problems
 
     def problems(self) -> dict[str, LaunchError | None]:
         """Return the instances that are not up at every front, each with the last reason."""
         found: dict[str, LaunchError | None] = {}
         fronts = [*self._fronts.values()]
-        for name in self._instances:
+        for name in self.names:
             away = [each for each in fronts if each.members[name].state != "up"]
             if away or not fronts:
                 reasons = [each.members[name].problem or each.problem for each in away]
@@ -186,7 +210,11 @@ class Registrar:
         return {name: member.noted for name, member in members if member.noted}
 
     async def follow(self) -> None:
-        """Follow the names of the fronts, and the instances at each; never returns."""
+        """Follow the names of the fronts, and the instances at each; never returns.
+
+        It is called once all processes are up.
+        """
+        self._followed_s = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as group:
             for front in self._fronts.values():
                 group.create_task(front.follow())
@@ -257,7 +285,7 @@ class _Front:
     def __init__(
         self, registrar: Registrar, plan: Plan, client: FrontClient, *, is_own: bool = False
     ) -> None:
-        self.members = {spec.name: _Member() for spec in plan.processes if spec.role != "front"}
+        self.members = {name: _Member() for name in registrar.names}
         self.problem: LaunchError | None = None
         self.is_named, self.has_gone = True, False
         self.is_own = is_own

@@ -135,7 +135,9 @@ class Child:
         """Return how it has ended, with its last words."""
         status = self.exit_status()
         assert status is not None
-        return describe_exit(status) + self.last_words()
+        names = {each.value: each.name for each in signal.Signals}
+        how = f"was killed by {names.get(-status, f'signal {-status}')}"
+        return (f"exited with status {status}" if status >= 0 else how) + self.last_words()
 
 
 @contextlib.contextmanager
@@ -167,16 +169,6 @@ def _environment(mine: Mapping[str, str], run_id: str) -> dict[str, str]:
             "PYTHONUNBUFFERED": "1",
         }
     )
-
-
-def describe_exit(status: int) -> str:
-    """Describe how a process ended, by its `Child.exit_status`."""
-    if status >= 0:
-        return f"exited with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
 
 
 FORGIVEN_AFTER_S = 60.0

@@ -14,7 +14,7 @@ from typing import Literal
 
 from epd_portable.config.schema import Launch
 from epd_portable.config.secret import Secret
-from epd_portable.errors import LaunchError, RefusedError
+from epd_portable.errors import LaunchError
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.processes import Plan, ProcessSpec, columns, ports_text
 from epd_portable.launch.run import sessions
@@ -72,13 +72,12 @@ class Supervisor:
                 say=self._say,
             )
         self._registrar = Registrar(
-            plan, secret, is_up=self._answers, leave_timeout_s=drain_s, say=self._say
+            plan, launch, secret, is_up=self._answers, leave_timeout_s=drain_s, say=self._say
         )
         self._phase: Literal["starting", "serving", "stopping"] = "starting"
         self._problems_noted: dict[str, str] = {}
         self._stop_requests = 0
-        self._started, self._started_s = time.time(), time.monotonic()
-        self._all_up_s: float | None = None
+        self._started = time.time()
         self._record: RunRecord | None = None
         self._warned: set[str] = set()
 
@@ -92,6 +91,7 @@ class Supervisor:
         asyncio.run(self._run())
 
     async def _run(self) -> None:
+        self._started_s = asyncio.get_running_loop().time()
         stop = asyncio.Event()
         self._listen(stop)
         self._guard = Guard(
@@ -117,42 +117,26 @@ class Supervisor:
         """Follow the fronts once all processes are up; never returns."""
         while any(each.state != "up" for each in self._processes.values()):
             await asyncio.sleep(STEP_S)
-        self._all_up_s = time.monotonic()
         await self._registrar.follow()
-
-    def _have_joined(self) -> bool:
-        """Return whether all are up at their fronts; `LaunchError` if they will not be."""
-        if self._all_up_s is None:
-            return False
-        problems, limit_s = self._registrar.problems(), self._launch.startup_timeout_s
-        for name, problem in problems.items():
-            if isinstance(problem, RefusedError):
-                raise LaunchError(f"{name} cannot join: {problem}") from problem
-            if time.monotonic() >= self._all_up_s + limit_s:
-                raise LaunchError(
-                    f"instances are not up at {', '.join(self._plan.joins) or 'the front'} after "
-                    f"{limit_s:g} s (launch.startup_timeout_s): "
-                    f"{name}{f': {problem}' if problem else ''}"
-                )
-        return not problems
 
     async def _look_after(self) -> None:
         """Report the progress of a start, and keep the record and the guard; never returns."""
-        progress, note_at = Progress(started_at=self._started_s), 0.0
+        now, note_at = asyncio.get_running_loop().time, 0.0
+        progress = Progress(started_at=self._started_s)
         while True:
-            if time.monotonic() >= note_at:
-                note_at = time.monotonic() + NOTE_EVERY_S
+            if now() >= note_at:
+                note_at = now() + NOTE_EVERY_S
                 self._note_shared_memory()
             if self._phase == "serving":
                 self._note_problems()
-            elif self._have_joined():
+            elif self._registrar.have_joined():
                 self._phase = "serving"
                 for each in self._processes.values():
                     each.serving = True
                 self._note_problems()
-                self._say(self._ready(elapsed_s=time.monotonic() - self._started_s))
+                self._say(self._ready(elapsed_s=now() - self._started_s))
             else:
-                for notice in progress.notices(self._stages(), time.monotonic()):
+                for notice in progress.notices(self._stages(), now()):
                     self._say(notice)
             self._write_record()
             self._keep_guarded()
@@ -198,8 +182,9 @@ class Supervisor:
         front = self._processes["front"].child if "front" in self._processes else None
         if front:
             front.send_signal(signal.SIGTERM)
-        end = time.monotonic() + self._drain_s + DRAIN_MARGIN_S
-        while time.monotonic() < end and not until():
+        now = asyncio.get_running_loop().time
+        end = now() + self._drain_s + DRAIN_MARGIN_S
+        while now() < end and not until():
             if leaving.done() and (not front or front.exit_status() is not None):
                 return
             self._keep_guarded()

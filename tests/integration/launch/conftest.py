@@ -217,29 +217,26 @@ def child_of(folder: Path, *argv: str, **fields: Any) -> Child:
     return Child(spec, log_dir=folder, run_id=new_run_id())
 
 
-def complete(run: Run, seconds: float) -> dict[str, Any]:
-    """Ask for a completion that takes an engine so long; return the answer or the error."""
-    body = {"model": "demo", "prompt": "x", "max_tokens": int(100 * seconds)}
-    try:
-        answer: dict[str, Any] = json.loads(run.ask("front", "/v1/completions", body, 120.0))
-        return answer
-    except (OSError, http.client.HTTPException) as error:
-        return {"error": repr(error)}
-
-
 class Asked:
-    """A request through the front that takes so many seconds, under way in a thread."""
+    """A request through the front, under way in a thread until its engine is released."""
 
-    def __init__(self, run: Run, seconds: float) -> None:
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._answers: list[dict[str, Any]] = []
-        self._thread = threading.Thread(
-            target=lambda: self._answers.append(complete(run, seconds)), daemon=True
-        )
+        self._thread = threading.Thread(target=self._complete, daemon=True)
         before = in_flight(run)
         self._thread.start()
         run.until(lambda: in_flight(run) > before, "an engine has the request")
 
+    def _complete(self) -> None:
+        body = {"model": "demo", "prompt": "x"}
+        try:
+            self._answers.append(json.loads(self._run.ask("front", "/v1/completions", body, 120.0)))
+        except (OSError, http.client.HTTPException) as error:
+            self._answers.append({"error": repr(error)})
+
     def ended(self) -> dict[str, Any]:
+        """Return the answer or the error."""
         self._thread.join(DEADLINE_S)
         return self._answers[0]
 
@@ -292,6 +289,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         apart: Sequence[str] = (),
         pauses_s: tuple[float, float] = (1.0, 30.0),
         note_every_s: float = 3.0,
+        drain_margin_s: float = 5.0,
         until: str = "ready:",
         **launch: Any,
     ) -> Run:
@@ -300,12 +298,13 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         ``specs`` are further fields of processes, by their names, ``joins`` the fronts that all
         join, ``apart`` those that join the launcher's own, ``pauses_s`` the shortest and the
         longest before a restart, ``note_every_s`` the time between two looks at shared
-        memory, all others keys of ``launch``.
+        memory, ``drain_margin_s`` what a front has beyond ``drain_s``, all others keys of
+        ``launch``.
         """
         launch = {"stop_grace_s": 2.0, **launch}
         settings = {"drain_s": drain_s, "secret": secret, "as_json": as_json}
         settings |= {"joins": joins, "apart": apart, "pauses_s": pauses_s}
-        settings["note_every_s"] = note_every_s
+        settings |= {"note_every_s": note_every_s, "drain_margin_s": drain_margin_s}
         runs.append(Run(tmp_path, servers, launch, popen or {}, specs or {}, **settings))
         runs[-1].wait_for(until)
         return runs[-1]

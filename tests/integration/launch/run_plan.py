@@ -48,6 +48,7 @@ def main() -> None:
     if "pauses_s" in raw:
         lifecycle.FIRST_PAUSE_S, lifecycle.LONGEST_PAUSE_S = raw.pop("pauses_s")
     supervisor.NOTE_EVERY_S = raw.pop("note_every_s", supervisor.NOTE_EVERY_S)
+    supervisor.DRAIN_MARGIN_S = raw.pop("drain_margin_s", supervisor.DRAIN_MARGIN_S)
     running = supervisor.Supervisor(
         plan,
         Launch.model_validate(raw.pop("launch")),

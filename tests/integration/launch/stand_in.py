@@ -1,7 +1,7 @@
 """A small HTTP server that stands in for an engine: real process, real port, no model.
 
 It answers ``/health``, maps a ``/dev/shm`` file and a child process as an engine does, and computes
-nothing. ``/become/503`` sets the status of ``/health``. A completion takes 10 ms a token.
+nothing. ``/become/503`` sets the status of ``/health``. A completion lasts until ``/release``.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ class Answer(BaseHTTPRequestHandler):
             case ["health"]:
                 self.say(status, "")
             case ["epd", "instances"]:
-                state, problem = options.state, options.problem
-                reason = "" if state == "up" else state
-                seen = {"state": state, "reason": reason, "problem": problem}
+                seen = {"state": "up", "reason": "", "problem": options.problem}
                 all_seen = [{"name": name, **seen} for name in options.instances.split(",")]
                 self.say(status, json.dumps({"front": "x", "instances": all_seen}))
             case ["become", number]:
                 status = int(number)
                 self.say(200, "")
+            case ["release"]:
+                released.set()
+                self.say(200, "")
             case _:
                 self.say(404, "")
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        time.sleep(body["max_tokens"] / 100)
+        self.rfile.read(int(self.headers["content-length"]))
+        released.wait()
         text = json.dumps({"choices": [{"index": 0, "text": "x"}], "pid": os.getpid()})
         self.say(200, text, "application/json")
 
@@ -57,6 +58,7 @@ class Answer(BaseHTTPRequestHandler):
 
 options: argparse.Namespace
 status = 200
+released = threading.Event()
 mapped: list[mmap.mmap] = []
 
 
@@ -71,7 +73,6 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help="start a process that ignores SIGTERM")
     parser.add_argument("--instances", default="encode-0", help="of a front")
     parser.add_argument("--problem", default="", help="what a front says of them")
-    parser.add_argument("--state", default="up", help="the same")
     parser.add_argument("--renamed", action="store_true", help="as by setproctitle: no environment")
     options = parser.parse_args()
     if options.renamed and "EPD_RUN_ID" in os.environ:

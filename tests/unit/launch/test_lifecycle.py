@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import signal
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -16,32 +15,11 @@ from epd_portable.errors import LaunchError
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.processes import ProcessSpec
 from epd_portable.launch.run.lifecycle import Child, Lifecycle
+from tests.unit.launch.own_time import in_own_time, now
 
 LAUNCH = Launch(startup_timeout_s=100.0, stop_grace_s=15.0, hung_after_s=30.0)
 NEVER = float("inf")
 HUNG = "has not responded as it should for 30 s (launch.hung_after_s); terminating it"
-
-
-class OwnTime(asyncio.SelectorEventLoop):
-    """A loop whose time goes on to the next timer where there is nothing else to do."""
-
-    now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-    def _run_once(self) -> None:
-        own = cast(Any, self)
-        while own._scheduled and own._scheduled[0]._cancelled:
-            heapq.heappop(own._scheduled)._scheduled = False
-            own._timer_cancelled_count -= 1
-        if not own._ready and own._scheduled:
-            self.now = max(self.now, own._scheduled[0].when())
-        super()._run_once()  # type: ignore[misc]
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 @dataclass
@@ -152,11 +130,6 @@ class Topology:
         return [text for _, text in self.said]
 
 
-def in_own_time(work: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=OwnTime) as runner:
-        runner.run(work)
-
-
 def pauses(said: list[str]) -> list[str]:
     return [text.rpartition(" in ")[2] for text in said if "restarting" in text]
 
@@ -220,7 +193,7 @@ def test_process_goes_on_where_its_silence_is_no_fault(
 ) -> None:
     launch = LAUNCH.model_copy(update={"hung_after_s": hung_after_s})
     topology = Topology({"x": [lambda: Process(silent=silent)]}, launch=launch)
-    assert topology.run(500.0) == ["start x"]
+    assert topology.run(150.0) == ["start x"]
 
 
 def test_single_long_probe_is_no_silence() -> None:
@@ -233,14 +206,14 @@ def test_single_long_probe_is_no_silence() -> None:
                 return False
             return True
 
-    assert Topology({"x": [Stopped]}).run(1000.0) == ["start x"]
+    assert Topology({"x": [Stopped]}).run(600.0) == ["start x"]
 
 
 def test_time_of_a_silence_is_not_counted_as_healthy() -> None:
     """A process that hangs at once after each start is started again ever later."""
     launch = LAUNCH.model_copy(update={"hung_after_s": 300.0})
     topology = Topology({"x": [lambda: Process(silent=(20.0, NEVER))]}, launch=launch)
-    assert pauses(topology.run(2000.0))[:4] == ["1 s", "2 s", "4 s", "8 s"]
+    assert pauses(topology.run(1400.0)) == ["1 s", "2 s", "4 s"]
 
 
 AFTER = {"encode-0": ("decode-0",)}
