@@ -92,20 +92,19 @@ def named_files(data: Mapping[str, Any]) -> Found:
         ).stat(),
         ("store", "password_file"): partial(read_private_file, key="store.password_file"),
     }
-    for (*above, key), read in readers.items():
-        holder: Any = data
-        for part in above:
-            holder = holder.get(part) if isinstance(holder, dict) else None
-        path = holder.get(key) if isinstance(holder, dict) else None
+    for key, read in readers.items():
+        path: Any = data
+        for part in key:
+            path = path.get(part) if isinstance(path, dict) else None
         if not isinstance(path, str) or not path:
             continue
         try:
             read(path)
         except ConfigError as error:
-            said = str(error).removeprefix(f"{dotted((*above, key))} ")
-            yield (*above, key), said.removeprefix(f"{path} ") if not above else said
+            said = str(error).removeprefix(f"{dotted(key)} ")
+            yield key, said if len(key) > 1 else said.removeprefix(f"{path} ")
         except OSError as error:
-            yield (*above, key), f"{error.filename} cannot be used: {error.strerror}"
+            yield key, f"{error.filename} cannot be used: {error.strerror}"
 
 
 def _sections(

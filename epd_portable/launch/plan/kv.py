@@ -96,8 +96,17 @@ def kv_connector(topology: Topology, traits: PlatformTraits) -> KVConnector | No
     if not any(topology.instances.of(role).count for role in SENDS_KV | TAKES_KV):
         return None
     connector = KV_CONNECTORS[traits.kv_connector]
-    if connector.port_each_rank:
-        _check_ranks(topology, connector)
+    # Read rank by rank.
+    ranks = [group.tensor_parallel_size for group in _senders(topology)]
+    wanted = topology.instances.decode.tensor_parallel_size
+    fit = len(set(ranks)) <= 1 and all(each >= wanted for each in ranks)
+    if connector.port_each_rank and not fit:
+        found = " and ".join(map(str, ranks))
+        raise ConfigError(
+            f"instances: tensor_parallel_size of those that prefill is {found}, and of decode "
+            f"{wanted}: {connector.cls} needs one and the same of all that prefill, as large as "
+            "that of decode or larger"
+        )
     host = topology.launch.host
     if is_off_host(host) and not topology.transfer.trusted_network:
         raise ConfigError(
@@ -105,19 +114,6 @@ def kv_connector(topology: Topology, traits: PlatformTraits) -> KVConnector | No
             "nor authenticates readers: set transfer.trusted_network if that network is private"
         )
     return connector
-
-
-def _check_ranks(topology: Topology, connector: KVConnector) -> None:
-    """Refuse ranks that a connector does not bring together which reads rank by rank."""
-    ranks = [group.tensor_parallel_size for group in _senders(topology)]
-    wanted = topology.instances.decode.tensor_parallel_size
-    if len(set(ranks)) > 1 or any(each < wanted for each in ranks):
-        found = " and ".join(map(str, ranks))
-        raise ConfigError(
-            f"instances: tensor_parallel_size of those that prefill is {found}, and of decode "
-            f"{wanted}: {connector.cls} needs one and the same of all that prefill, as large as "
-            "that of decode or larger"
-        )
 
 
 def _senders(topology: Topology) -> list[InstanceGroup]:

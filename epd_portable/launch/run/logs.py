@@ -58,7 +58,6 @@ def use_log_folder(path: Path) -> None:
     Raises:
         ConfigError: It cannot be made or used. The message names the remedy.
     """
-    problem = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -67,11 +66,12 @@ def use_log_folder(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"log folder {path} cannot be used: {error}") from error
     if not stat.S_ISDIR(found.st_mode):
-        problem = "is no folder: name another"
-    elif found.st_uid != os.geteuid():
-        problem = f"belongs to user {found.st_uid}, who could replace logs: name one of your own"
-    if problem:
-        raise ConfigError(f"log folder {path} {problem}")
+        raise ConfigError(f"log folder {path} is no folder: name another")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"log folder {path} belongs to user {found.st_uid}, who could replace logs: name one "
+            "of your own"
+        )
 
 
 def open_log(path: Path) -> BinaryIO:

@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 RUN_PLAN = "tests.integration.launch.run_plan"
 FORKED = f"import os; os.setsid(); os.dup2(1, 2); from {RUN_PLAN} import main; main()"
 """A launcher in a session of its own, that says everything at its standard output."""
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 ROLES = {"encode": "encode", "other": "encode", "pd": "prefill-decode", "front": "front"}
 Options: TypeAlias = list[str] | Callable[[dict[str, int]], list[str]]
 """Options of a fake process; or the words of another command, from the ports of all."""
@@ -260,7 +260,7 @@ def routed(launch: Callable[..., Run], tmp_path: Path) -> Callable[..., Run]:
 
         def command(ports: dict[str, int]) -> list[str]:
             told = [
-                f"--engine={name},{ROLES[name.partition('-')[0]]},http://127.0.0.1:{ports[name]}"
+                f"--engine={name},http://127.0.0.1:{ports[name]}"
                 for name in engines
                 if name not in settings.get("apart", ())
             ]

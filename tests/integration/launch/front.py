@@ -28,10 +28,9 @@ ME = f"front-{os.getpid()}"
 class Engine:
     """An engine, of this launcher or of another."""
 
-    def __init__(self, name: str, role: str, url: str) -> None:
-        self.name, self.role, self.url = name, role, url
+    def __init__(self, name: str, url: str) -> None:
+        self.name, self.url = name, url
         self.in_flight = 0
-        self.draining = False
         self.leaving = False
 
     def is_well(self) -> bool:
@@ -56,9 +55,8 @@ class Engine:
     def seen(self) -> dict[str, Any]:
         state = "up" if self.is_well() else "down"
         reason = "" if state == "up" else "does not answer"
-        seen = {"name": self.name, "role": self.role, "url": self.url, "problem": ""}
-        seen |= {"state": "draining" if self.draining else state, "reason": reason}
-        return {**seen, "in_flight": self.in_flight, "idle": not self.in_flight}
+        seen = {"name": self.name, "problem": "", "reason": reason, "in_flight": self.in_flight}
+        return {**seen, "state": "draining" if self.leaving else state}
 
 
 engines: dict[str, Engine] = {}
@@ -79,20 +77,13 @@ class Answer(BaseHTTPRequestHandler):
         if self.path == "/v1/completions":
             self.complete()
         elif self.allowed():
-            name, _, verb = self.path.removeprefix("/epd/instances").strip("/").partition("/")
-            if name:
-                engines[name].draining = verb == "drain"
-                if verb == "drain":
-                    print(f"instance {name} drains", flush=True)
-                self.say(200, engines[name].seen())
-            else:
-                self.register(json.loads(self.read))
+            self.register(json.loads(self.read))
 
     def do_DELETE(self) -> None:
         self.read = b""
         if self.allowed():
             engine = engines[self.path.rpartition("/")[2]]
-            engine.draining = engine.leaving = True
+            engine.leaving = True
             seen = engine.seen()
             forget_idle()
             self.say(200, seen)
@@ -103,11 +94,11 @@ class Answer(BaseHTTPRequestHandler):
             text = f"instance {name!r} is at {engines[name].url} and healthy: take another name"
             self.refuse(RequestError(text, status=409, code="name_taken"))
             return
-        engines[name] = Engine(name, told["role"], url)
+        engines[name] = Engine(name, url)
         self.say(201, {"front": ME, **engines[name].seen()})
 
     def complete(self) -> None:
-        free = [each for each in [*engines.values()] if not each.draining and each.is_well()]
+        free = [each for each in [*engines.values()] if not each.leaving and each.is_well()]
         if not free:
             self.say(503, {"error": {"message": "no engine is up"}})
             return
@@ -164,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--secret-file", required=True)
-    parser.add_argument("--engine", action="append", default=[], help="NAME,ROLE,URL")
+    parser.add_argument("--engine", action="append", default=[], help="NAME,URL")
     options = parser.parse_args()
     signatures = SignatureCheck(Secret.read(options.secret_file))
     for told in options.engine:

@@ -27,7 +27,7 @@ instances: {{prefill_decode: {{count: 0}}}}
 """
 Work = Callable[[], Coroutine[Any, Any, None]]
 BEGUN_S = 50.0
-"""When all processes are up."""
+"""Time at which all processes are up."""
 LIMIT = "(launch.startup_timeout_s)"
 AWAY = LaunchError(f"front {URL} cannot be reached")
 NAMELESS = LaunchError("fronts has no address")
