@@ -33,7 +33,6 @@ from epd_portable.responses import (
     MAX_HEAD_BYTES,
     body_timeout,
     error_reply,
-    json_reply,
     unavailable,
 )
 
@@ -194,10 +193,8 @@ class Gateway:
         """200 if a front gets requests."""
         ready = not self._is_draining and any(not each.problem for each in self.fronts)
         fronts = {str(each.url): each.problem or "up" for each in self.fronts}
-        reply = json_reply({"status": "ok" if ready else "unavailable", "fronts": fronts})
-        return web.Response(
-            body=reply.body, status=200 if ready else 503, content_type="application/json"
-        )
+        state = {"status": "ok" if ready else "unavailable", "fronts": fronts}
+        return web.json_response(state, status=200 if ready else 503)
 
     async def _page(self, _: web.Request) -> web.Response:
         for each in self.fronts:

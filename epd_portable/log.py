@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import io
@@ -12,7 +11,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any
@@ -67,16 +65,6 @@ class _LossyFile(io.FileIO):
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             return len(data)
-
-
-def say_failure(logger: logging.Logger, message: str) -> Callable[[asyncio.Task[None]], None]:
-    """Return what logs ``message`` with a failed task's traceback, for ``add_done_callback``."""
-
-    def ended(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()):
-            logger.error(message, exc_info=error)
-
-    return ended
 
 
 def access_log(where: str) -> logging.Logger:

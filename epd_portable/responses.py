@@ -15,7 +15,6 @@ MAX_HEAD_BYTES = 64 << 10
 the socket may go beyond."""
 BODY_TIMEOUT_S = 60.0
 """Longest time for a request's body: a part of it takes memory."""
-JSON = {"content-type": "application/json"}
 
 _INVALID = "invalid_request_error"
 _ERROR_TYPES = {
@@ -39,50 +38,33 @@ def body_timeout(within_s: float) -> RequestError:
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """A whole response.
-
-    Attributes:
-        headers: To be sent; names in lower case.
-    """
+    """A whole response; names of headers are in lower case."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
 
 
-def error_body(message: str, *, status: int, code: str, path: str = "") -> bytes:
-    """Return the body of an error.
+def error_reply(error: RequestError, path: str = "") -> Reply:
+    """Return the response for a refused request.
 
     Args:
-        code: Code for programs; Anthropic's form has none.
-        path: Requested path. Below ``/v1/messages`` it is Anthropic's form, otherwise OpenAI's.
+        path: Requested path. Below ``/v1/messages`` the body has Anthropic's form, which has no
+            code for programs, otherwise OpenAI's.
     """
-    if path.startswith(_ANTHROPICS):
-        kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else _INVALID)
-        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
-    kind = _ERROR_TYPES.get(status, "server_error" if status >= 500 else _INVALID)
-    return msgspec.json.encode(
-        {"error": {"message": message, "type": kind, "param": None, "code": code}}
-    )
-
-
-def error_reply(error: RequestError, path: str = "") -> Reply:
-    """Return the response for a refused request, see `error_body`."""
-    headers = dict(JSON)
+    headers = {"content-type": "application/json"}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Reply(
-        error.status,
-        headers,
-        error_body(str(error), status=error.status, code=error.code, path=path),
-    )
-
-
-def json_reply(value: object, status: int = 200) -> Reply:
-    """Return a value as JSON."""
-    return Reply(status, JSON, msgspec.json.encode(value))
+    message, status = str(error), error.status
+    if path.startswith(_ANTHROPICS):
+        kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else _INVALID)
+        body: object = {"type": "error", "error": {"type": kind, "message": message}}
+    else:
+        kind = _ERROR_TYPES.get(status, "server_error" if status >= 500 else _INVALID)
+        body = {"error": {"message": message, "type": kind, "param": None, "code": error.code}}
+    return Reply(status, headers, msgspec.json.encode(body))
 
 
 def unavailable(message: str) -> RequestError:

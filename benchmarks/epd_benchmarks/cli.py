@@ -11,9 +11,8 @@ import click
 from epd_benchmarks import report, step, transfer
 from epd_benchmarks.load.command import load_command
 from epd_benchmarks.stand_in import TOKEN_BYTES
-from epd_portable.config.instance import PLATFORMS
+from epd_portable.config.instance import PATH_NAMES, PLATFORMS
 from epd_portable.config.quantities import parse_size
-from epd_portable.config.transfer import PATH_NAMES
 from epd_portable.launch.commands.command_line import CommandLine
 from epd_portable.platforms import registry
 

@@ -25,9 +25,8 @@ from numpy import quantile
 
 from epd_benchmarks import report
 from epd_benchmarks.stand_in import TOKEN_BYTES, VALUES, Command, CommandDone, new_secret
-from epd_portable.config.instance import InstanceConfig
+from epd_portable.config.instance import AUTO, InstanceConfig
 from epd_portable.config.quantities import UNITS
-from epd_portable.config.transfer import AUTO
 from epd_portable.demo.servers import free_port
 from epd_portable.errors import ConfigError, MeasurementError
 from epd_portable.platforms.traits import TRAITS

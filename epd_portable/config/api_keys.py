@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from epd_portable.config.folders import file_stamp
 from epd_portable.config.secret import read_private_file
-from epd_portable.errors import ConfigError, RequestError
+from epd_portable.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -31,26 +31,15 @@ class ApiKeys:
         self._stamp, self._digests = _read(path, key)
         self._next_look = time.monotonic() + LOOK_EVERY_S
 
-    def check(self, headers: Mapping[str, str]) -> bytes:
-        """Look for a key in ``authorization`` (bearer) or ``x-api-key``.
+    def find(self, headers: Mapping[str, str]) -> bytes:
+        """Return the digest of the key in ``authorization`` (bearer) or ``x-api-key``.
 
-        Returns:
-            The digest of it.
-
-        Raises:
-            RequestError: 401; there is none, or it is not one of these.
+        It is empty if there is no key, or another one.
         """
         scheme, _, shown = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             shown = headers.get("x-api-key", "")
-        if not self.holds(shown):
-            raise RequestError(
-                "the API key is missing or wrong: send one of this front's keys as "
-                "'Authorization: Bearer KEY'",
-                status=401,
-                code="invalid_api_key",
-            )
-        return _digest(shown)
+        return _digest(shown) if self.holds(shown) else b""
 
     def holds(self, shown: str) -> bool:
         """Return whether this is one of the keys."""

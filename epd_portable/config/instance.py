@@ -17,6 +17,11 @@ PlatformName = Literal["cuda", "npu", "cpu"]
 """Platforms, described by `epd_portable.platforms.traits`."""
 PLATFORMS: tuple[PlatformName, ...] = get_args(PlatformName)
 
+PathName = Literal["auto", "ipc", "shm", "nixl", "collective", "tcp"]
+"""``auto``, or a transfer path, described by `epd_portable.transfer.registry`."""
+AUTO = "auto"
+PATH_NAMES: tuple[str, ...] = get_args(PathName)[1:]
+
 EncodePriority = Literal["tokens", "balanced", "images"]
 """Preference of an engine that encodes and generates, see `Topology.encode_priority`."""
 
@@ -59,7 +64,7 @@ class InstanceConfig(BaseModel):
     data_address: str = ""
     pool: str = ""
     pool_bytes: int = Field(default=0, ge=0)
-    path: str = "auto"
+    path: str = AUTO
     wait_timeout_s: float = Field(default=30.0, gt=0)
     lease_s: float = Field(default=10.0, gt=0)
     host: str = "127.0.0.1"

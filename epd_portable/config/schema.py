@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_va
 
 from epd_portable.config.front import FrontSection
 from epd_portable.config.groups import EngineArgs, Environment, Instances
-from epd_portable.config.instance import EncodePriority
+from epd_portable.config.instance import EncodePriority, PathName
 from epd_portable.config.quantities import FrontUrl, Seconds, Section, Size
 from epd_portable.config.roles import (
     DUTIES,
@@ -25,7 +25,6 @@ from epd_portable.config.roles import (
     group_of,
 )
 from epd_portable.config.store import StoreSection
-from epd_portable.config.transfer import PathName
 
 AUTO = "auto"
 """``launch.host``: the address that the default route of the machine leaves by."""

@@ -186,14 +186,7 @@ class SplitClient(AsyncMPClient):
             adapts_encoders=getattr(config.lora_config, "enable_tower_connector_lora", False),
             spans=self._spans,
         )
-        self._prefills = Prefills(
-            self.metrics,
-            self._jobs,
-            self._retries,
-            spans=self._spans,
-            choose=self._choose_prefill,
-            send=self._try,
-        )
+        self._prefills = Prefills(self._jobs, choose=self._choose_prefill, send=self._try)
 
     # What vLLM's AsyncLLM calls.
 

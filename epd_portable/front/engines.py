@@ -34,7 +34,6 @@ from epd_portable.config.secret import Secret
 from epd_portable.errors import RequestError
 from epd_portable.front.metrics import InstanceCollector
 from epd_portable.front.peers import Peer
-from epd_portable.log import say_failure
 from epd_portable.placement import output_check
 from epd_portable.placement.assignment import Busy, EncodeFailure
 from epd_portable.placement.estimates import CacheSizes
@@ -60,8 +59,6 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
-_said = say_failure(logger, "an engine is sent away")
-
 
 FORGET_S = 600.0
 """An engine that has joined and stays away so long is forgotten."""
@@ -343,10 +340,18 @@ class Engines:
         engine = FrontEngine(settings, instance, len(self.by_name))
         self.by_name[engine.name] = engine
         logger.info("engine %s at %s joins", engine.name, settings.url)
-        engine.follower = asyncio.create_task(self._follow(engine))
-        self._tasks.add(engine.follower)
-        engine.follower.add_done_callback(self._tasks.discard)
-        engine.follower.add_done_callback(_said)
+        engine.follower = self._hold(asyncio.create_task(self._follow(engine)))
+
+    def _hold(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Keep a task until it ends, or this front does; log why it failed."""
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            logger.error("an engine is sent away", exc_info=error)
 
     def _leave(self, engine: FrontEngine) -> None:
         """Give an engine nothing more, and forget it when nothing of it is needed."""
@@ -354,9 +359,7 @@ class Engines:
             return
         engine.leaving = True
         engine.instance.health.drain()
-        task = asyncio.create_task(self._see_off(engine))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._hold(asyncio.create_task(self._see_off(engine)))
 
     async def _see_off(self, engine: FrontEngine) -> None:
         await engine.instance.wait_idle()
@@ -474,9 +477,7 @@ class Engines:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(_said)
+        self._hold(task)
         # Cancelled by `_close` alone, which asyncio's streams would report as an error.
         with contextlib.closing(writer), contextlib.suppress(asyncio.CancelledError):
             verb, _, name = (await reader.readline()).decode().strip().partition(" ")
@@ -492,43 +493,32 @@ class Engines:
         self, engine: FrontEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         path = Path(f"{self._path}-{engine.name}-{next(self._numbers)}")
-        try:
-            await self._serve_at(f"ipc://{path}", engine, reader, writer)
-        finally:
-            self._remove_sockets(path)
+        place = f"ipc://{path}"
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(self._remove_sockets, path)
+            writer.write(f"{place}\n".encode())
+            if not (ready := await reader.readline()):
+                return  # It has ended before it was ready.
+            _, namespace, engine.fingerprint = ready.decode().rstrip("\n").split(" ", 2)
+            engine.namespace = namespace.strip("-")
+            self._note_problems()
+            config = self._config
+            if self._complete or not engine.generates:
+                # vLLM's client adds up what its engines report.
+                config = copy.copy(config)
+                config.cache_config = copy.copy(config.cache_config)
+            else:
+                self._complete = True
+            gone = asyncio.create_task(reader.read())
+            at_end.callback(gone.cancel)
+            if (client := await self._client_at(place, config, gone)) is not None:
+                await self._serve(engine, client, gone)
 
     @staticmethod
     def _remove_sockets(path: Path) -> None:
         """Remove files of sockets, which ZMQ leaves, also those of a killed front."""
         for each in path.parent.glob(f"{path.name}-*"):
             each.unlink(missing_ok=True)
-
-    async def _serve_at(
-        self,
-        place: str,
-        engine: FrontEngine,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
-        writer.write(f"{place}\n".encode())
-        if not (ready := await reader.readline()):
-            return  # It has ended before it was ready.
-        _, namespace, engine.fingerprint = ready.decode().rstrip("\n").split(" ", 2)
-        engine.namespace = namespace.strip("-")
-        self._note_problems()
-        config = self._config
-        if self._complete or not engine.generates:
-            # vLLM's client adds up what its engines report.
-            config = copy.copy(config)
-            config.cache_config = copy.copy(config.cache_config)
-        else:
-            self._complete = True
-        gone = asyncio.create_task(reader.read())
-        try:
-            if (client := await self._client_at(place, config, gone)) is not None:
-                await self._serve(engine, client, gone)
-        finally:
-            gone.cancel()
 
     async def _client_at(
         self, place: str, config: VllmConfig, gone: asyncio.Task[bytes]

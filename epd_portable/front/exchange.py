@@ -103,6 +103,12 @@ def current() -> FrontExchange:
     return exchange.get(None) or FrontExchange()
 
 
+def refused(error: RequestError) -> Any:
+    """Respond to the present task's request with an error; return the one to raise to vLLM."""
+    current().refuse(error)
+    return GracefulHTTPError(str(error), HTTPStatus(error.status))
+
+
 async def admit(admission: AdmissionControl, request: EngineCoreRequest) -> QueuedRequest | None:
     """Return when a request of vLLM's may go on; see `AdmissionControl.enter`.
 
@@ -118,5 +124,4 @@ async def admit(admission: AdmissionControl, request: EngineCoreRequest) -> Queu
             priority=request.priority,
         )
     except RequestError as error:
-        here.refuse(error)
-        raise GracefulHTTPError(str(error), HTTPStatus(error.status)) from error
+        raise refused(error) from error

@@ -304,8 +304,7 @@ class FrontMiddleware:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if self._keys is None or scope.get("method") == "OPTIONS" or path in _OPEN_PATHS:
             return True
-        with contextlib.suppress(RequestError):
-            one.key = self._keys.check(Headers(scope=scope))
+        one.key = self._keys.find(Headers(scope=scope))
         return bool(one.key)
 
     def _origin_problem(self, scope: Scope) -> RequestError | None:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from http import HTTPStatus
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -32,7 +31,8 @@ from vllm.multimodal.media import MediaConnector
 from yarl import URL
 
 from epd_portable.config.front import MediaUrls
-from epd_portable.front.exchange import GracefulHTTPError, current
+from epd_portable.errors import RequestError
+from epd_portable.front.exchange import refused
 from epd_portable.front.metrics import FrontMetrics
 from epd_portable.media.addresses import (
     AddressPolicy,
@@ -337,8 +337,7 @@ class _Fetching(MediaConnector):
         try:
             return await self.fetcher.fetch(url)
         except MediaUrlError as error:
-            current().refuse(error)
-            raise GracefulHTTPError(str(error), HTTPStatus(error.status)) from error
+            raise refused(error) from error
 
 
 @contextlib.contextmanager
@@ -347,21 +346,17 @@ def _refusing(url: str) -> Iterator[None]:
     try:
         yield
     except NotImplementedError as error:
-        raise _unread("data URL: only base64 is read. Send data:TYPE;base64,DATA") from error
+        problem = "data URL: only base64 is read. Send data:TYPE;base64,DATA"
+        raise refused(RequestError(problem, status=400, code="invalid_request")) from error
     except (OSError, RuntimeError) as error:
         if url[:5].lower() != "file:":
             raise
         # No reason: clients learn nothing of the files of this machine.
-        raise _unread(
+        problem = (
             "file URL: the file is not below engine_args.allowed_local_media_path, or cannot be "
             "read. Send it as a data URL"
-        ) from error
-
-
-def _unread(problem: str) -> GracefulHTTPError:
-    error = GracefulHTTPError(problem, HTTPStatus.BAD_REQUEST)
-    current().refuse(error)
-    return error
+        )
+        raise refused(RequestError(problem, status=400, code="invalid_request")) from error
 
 
 def install(fetcher: UrlFetcher) -> None:

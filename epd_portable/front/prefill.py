@@ -17,10 +17,9 @@ from typing import Any, ClassVar
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from epd_portable.front.engines import FrontEngine
-from epd_portable.front.metrics import FrontMetrics
 from epd_portable.front.request import ItemJobs, OpenRequest, PrefilledKv
-from epd_portable.front.spans import Spans, set_end
-from epd_portable.placement.assignment import MAX_PREFILLS, RetryBudget
+from epd_portable.front.spans import set_end
+from epd_portable.placement.assignment import MAX_PREFILLS
 from epd_portable.vllm_plugin.requests import prefill_sampling
 
 logger = logging.getLogger(__name__)
@@ -69,18 +68,12 @@ class Prefills:
 
     def __init__(
         self,
-        metrics: FrontMetrics,
         jobs: ItemJobs,
-        retries: RetryBudget,
         *,
-        spans: Spans | None,
         choose: Callable[[OpenRequest, Collection[str]], FrontEngine | None],
         send: Callable[[OpenRequest, FrontEngine, str], Awaitable[None]],
     ) -> None:
-        self._metrics = metrics
         self._jobs = jobs
-        self._retries = retries
-        self._spans = spans
         self._choose = choose
         self._send = send
 
@@ -96,11 +89,12 @@ class Prefills:
         Returns:
             Whether the request continues: an operator's abort of the job ends the request as well.
         """
+        jobs, counted = self._jobs, self._jobs.metrics.prefills
         if not suits(one.core):
-            self._metrics.prefills.labels("unsuited").inc()
+            counted.labels("unsuited").inc()
             return True
         if not one.selection.disaggregates_prefill():
-            self._metrics.prefills.labels("local_first").inc()
+            counted.labels("local_first").inc()
             return True
         job = PrefillJob(core=_request(one.core), stored=one.stored, exchange=one.exchange)
         job.selection = one.selection
@@ -108,19 +102,19 @@ class Prefills:
         last: FrontEngine | None = None
         for number in range(MAX_PREFILLS):
             engine = last or self._choose(job, failed)
-            if engine is None or (number and not self._retries.spend()):
+            if engine is None or (number and not jobs.retries.spend()):
                 break
-            left_here, resets = len(job.here), self._jobs.resets
+            left_here, resets = len(job.here), jobs.resets
             job_id = f"{engine_id}{SUFFIX}{number or ''}"
-            if self._spans is None:
+            if jobs.spans is None:
                 await self._send(job, engine, job_id)
             else:
-                with self._spans.job("prefill", one.core, engine.name, job.tokens) as span:
+                with jobs.spans.job("prefill", one.core, engine.name, job.tokens) as span:
                     await self._send(job, engine, job_id)
                     end = "prefilled" if job.params else "failed"
                     set_end(span, end, failed=not job.params)
             if job.params:
-                self._metrics.prefills.labels("disaggregated").inc()
+                counted.labels("disaggregated").inc()
                 one.kv = PrefilledKv(engine.instance, job.params)
                 one.exchange.prefilled = engine.instance
                 return True
@@ -128,11 +122,11 @@ class Prefills:
                 return False
             logger.warning("request %s: prefill at %s: %s", engine_id, engine.name, job.again)
             # An item of the job may have failed, or a reset ended it: then the engine is fine.
-            is_fine = resets != self._jobs.resets or len(job.here) > left_here
+            is_fine = resets != jobs.resets or len(job.here) > left_here
             last = engine if is_fine and engine.instance.health.usable else None
             if not is_fine:
                 failed.append(engine.name)
-        self._metrics.prefills.labels("local" if job.again else "unavailable").inc()
+        counted.labels("local" if job.again else "unavailable").inc()
         return True
 
 

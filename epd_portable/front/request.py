@@ -468,11 +468,11 @@ class ItemJobs:
         self._settings = settings
         self._engines = engines
         self._times = engines.pool.encode_times
-        self._metrics = metrics
-        self._retries = retries
+        self.metrics = metrics
+        self.retries = retries
         self._job_s = job_s
         self._adapts_encoders = adapts_encoders
-        self._spans = spans
+        self.spans = spans
         self.requested: dict[str, asyncio.Event] = {}
         self.resets = 0
         self.open: dict[str, asyncio.Future[FinishReason | EncodeFailure]] = {}
@@ -522,7 +522,7 @@ class ItemJobs:
             await requested.wait()
             if one.decided.is_set():
                 if way.by == "stored" and not one.again:
-                    self._metrics.items.labels("stored").inc()
+                    self.metrics.items.labels("stored").inc()
                 return
             requested.clear()
             if way.by == "stored":
@@ -536,7 +536,7 @@ class ItemJobs:
             lambda exclude: self.choose_encoder(
                 one, item, [*exclude, use.instance.name], use.instance.name
             ),
-            self._retries,
+            self.retries,
             deadline_s=time.monotonic() + self._settings.wait_timeout_s,
         )
         can_encode, order = self._settings.can_encode, self._settings.front.encode_order
@@ -555,7 +555,7 @@ class ItemJobs:
                         with encoder.encoding(self.expected_s(item, encoder)):
                             failure = await self._encode(one, item, transfer, encoder, job)
                     if failure is None:
-                        self._metrics.jobs.labels(encoder.name, "encoded").inc()
+                        self.metrics.jobs.labels(encoder.name, "encoded").inc()
                         one.awaited.discard(item.item_uuid)
                         if not one.awaited:
                             use.compute()
@@ -563,7 +563,7 @@ class ItemJobs:
                         if one.decided.is_set():
                             if not one.again:
                                 outcome = "encoded" if encoder is first else "retried"
-                                self._metrics.items.labels(outcome).inc()
+                                self.metrics.items.labels(outcome).inc()
                             return
                         requested.clear()
                         one.awaited.add(item.item_uuid)
@@ -577,7 +577,7 @@ class ItemJobs:
                 encoder = self.choose_encoder(one, item, [use.instance.name], use.instance.name)
                 continue
             one.selection.note_job(item, encoder, failed=True)
-            self._metrics.jobs.labels(encoder.name, failure.kind.value).inc()
+            self.metrics.jobs.labels(encoder.name, failure.kind.value).inc()
             in_turn = order != "concurrent"
             logger.warning("transfer %s: encoder %s: %s", job, encoder.name, failure.reason)
             pause_s = tries.note_failure(encoder.name, failure, time.monotonic())
@@ -585,7 +585,7 @@ class ItemJobs:
             encoder = tries.next_encoder()
         if one.begun:
             return  # It was there before.
-        self._metrics.items.labels("local" if can_encode else "left_out").inc()
+        self.metrics.items.labels("local" if can_encode else "left_out").inc()
         one.again = tries.describe() if first else "no encode engine is up"
         (one.here if can_encode else one.missing).add(item.item_uuid)
         one.decide()
@@ -610,10 +610,10 @@ class ItemJobs:
         begun, tokens = time.monotonic(), item.feature.mm_position.length
         trace("encode_job", transfer_id=transfer.transfer_id, encoder=encoder.name)
         request = self._request(one.core, item.feature, transfer, job)
-        if self._spans is None:
+        if self.spans is None:
             failure = await self._ended(request, encoder)
         else:
-            with self._spans.job("encode", one.core, encoder.name, tokens, item.item_uuid) as span:
+            with self.spans.job("encode", one.core, encoder.name, tokens, item.item_uuid) as span:
                 failure = await self._ended(request, encoder)
                 end = failure.kind.value if failure else "encoded"
                 set_end(span, end, failed=failure is not None)
@@ -623,7 +623,7 @@ class ItemJobs:
         # Until it had done the job before, it did not work on this one.
         self._times.observe(item, now - max(begun, encoder.answered_at), encoder.name)
         encoder.answered_at = now
-        self._metrics.encode_s.labels(encoder.name).observe(now - begun)
+        self.metrics.encode_s.labels(encoder.name).observe(now - begun)
         return None
 
     async def _ended(self, request: EngineCoreRequest, encoder: Instance) -> EncodeFailure | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -58,8 +58,6 @@ class MediaLimits:
         max_seconds: Of one film or clip of sound.
         max_memory_bytes: Memory of an API server beyond what it has when it starts to serve.
     """
-
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     max_items: int = 64
     max_item_pixels: int = 64 << 20

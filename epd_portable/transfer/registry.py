@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from epd_portable.config.transfer import AUTO
+from epd_portable.config.instance import AUTO
 from epd_portable.errors import ConfigError, NoCommonPathError
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.transfer.curve import is_off_host, may_be_plain

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from epd_portable.config.transfer import AUTO
+from epd_portable.config.instance import AUTO
 from epd_portable.errors import CapacityError, TransportError, UnsupportedError
 from epd_portable.transfer import registry
 from epd_portable.transfer.paths.base import ReceivingEnd, RevokedFence

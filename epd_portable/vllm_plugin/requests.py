@@ -67,29 +67,17 @@ def encode_request(
     token_ids: Sequence[int],
     feature: MultiModalFeatureSpec,
     transfer: EncodeTransfer,
-    *,
-    arrival_time: float,
-    lora_request: Any = None,
-    priority: int = 0,
-    trace_headers: Any = None,
+    **others: Any,
 ) -> EngineCoreRequest:
     """Return the request that has one item encoded and brought to its consumer.
 
     Args:
         token_ids: Of the item's places, which begin at 0.
+        others: Further fields of the request.
     """
     params = to_params(EncodeParams(transfers=(transfer,)))
     sampling = SamplingParams(max_tokens=1, temperature=0, extra_args={FIELD: params})
-    return request_of(
-        job,
-        token_ids,
-        [feature],
-        sampling,
-        arrival_time=arrival_time,
-        lora_request=lora_request,
-        priority=priority,
-        trace_headers=trace_headers,
-    )
+    return request_of(job, token_ids, [feature], sampling, **others)
 
 
 def prefill_sampling(params: PrefillParams | None = None) -> SamplingParams:

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 from pydantic import JsonValue
 
 from epd_portable.config.groups import InstanceGroup
+from epd_portable.config.instance import AUTO
 from epd_portable.config.roles import ENCODES, ROLES, TAKES_ITEMS, Role, group_of
 from epd_portable.config.schema import Topology
-from epd_portable.config.transfer import AUTO
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.machine import Machine
 from epd_portable.platforms.traits import PlatformTraits

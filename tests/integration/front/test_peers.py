@@ -236,9 +236,8 @@ class Raw:
     ) -> tuple[jobs.EncodeJob, bytes]:
         proof = self._secret.sign_transfer(name, name, CONSUMER)
         transfer = EncodeTransfer(transfer_id=name, item_uuid=name, consumer=CONSUMER, proof=proof)
-        request = encode_request(
-            name, [5] * (side * side // 4), image(name, side), transfer, arrival_time=0.0
-        )
+        tokens, others = [5] * (side * side // 4), {"arrival_time": 0.0, "lora_request": None}
+        request = encode_request(name, tokens, image(name, side), transfer, **others)
         job, data = self._as_job(request, config)
         assert isinstance(job, jobs.EncodeJob)
         return msgspec.structs.replace(job, **changed), data

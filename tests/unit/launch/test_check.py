@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from epd_portable.config.instance import AUTO, PATH_NAMES
 from epd_portable.config.store import StoreSection
-from epd_portable.config.transfer import AUTO, PATH_NAMES
 from epd_portable.launch.plan.request import store_warnings
 from epd_portable.transfer import registry
 
