@@ -10,9 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from epd_portable.config.choice import ChoiceSection
 from epd_portable.config.quantities import Port, Seconds, Section, Size, url_problem
 from epd_portable.media.addresses import Domains
-from epd_portable.media.limits import MediaLimits
-
-_MEDIA_LIMITS = MediaLimits()
+from epd_portable.media.limits import FRAMES_PER_S
 
 
 def _check_network(network: str) -> str:
@@ -55,16 +53,16 @@ class MediaUrls(Section):
 
 
 class MediaSection(Section):
-    """Limits and sources of media, see `MediaLimits`."""
+    """Limits of media that are decoded, and their sources."""
 
-    max_items: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_items
+    max_items: Annotated[int, Field(ge=1)] = 64
     """Most images, videos and audio clips of one request. More get 400."""
-    max_item_pixels: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_item_pixels
+    max_item_pixels: Annotated[int, Field(ge=1)] = 64 << 20
     """Most pixels of one image or video frame. Larger ones get 400, see [Limits of
     media](front.md#limits-of-media)."""
-    max_request_pixels: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_request_pixels
+    max_request_pixels: Annotated[int, Field(ge=1)] = 256 << 20
     """Most pixels of all media of a request, of videos those of the sampled frames."""
-    max_seconds: Seconds = _MEDIA_LIMITS.max_seconds
+    max_seconds: Seconds = 600.0
     """Longest video or audio clip. A video may have 60 frames for each of these seconds."""
     max_memory_bytes: Annotated[Size, Field(ge=64 << 20)] | None = None
     """Memory (`RLIMIT_DATA`) that an API server may take after its start. A file that needs more
@@ -72,9 +70,9 @@ class MediaSection(Section):
     urls: MediaUrls = MediaUrls()
 
     @property
-    def limits(self) -> MediaLimits:
-        """Return the limits for decoders."""
-        return MediaLimits(**self.model_dump(exclude={"urls"}))
+    def max_video_frames(self) -> int:
+        """Frames in one video's file: those before one that is taken are decoded, too."""
+        return int(self.max_seconds * FRAMES_PER_S)
 
 
 class EncodeAdmission(Section):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable
 from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import msgspec
@@ -106,11 +106,9 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def read(cls, text: str) -> FrontSettings:
         """Return settings from JSON."""
-
-        def section(kind: Any, value: object) -> Any:
-            return kind.model_validate(value)
-
-        return msgspec.json.decode(text, type=cls, dec_hook=section)
+        return msgspec.json.decode(
+            text, type=cls, dec_hook=lambda kind, value: cast(Any, kind).model_validate(value)
+        )
 
 
 class SplitClient(AsyncMPClient):

@@ -30,7 +30,7 @@ from epd_portable.front.client import SplitClient
 from epd_portable.front.engines import Engines
 from epd_portable.front.exchange import LEFT_OUT, FrontExchange, exchange
 from epd_portable.front.headers import of_response, read_hints
-from epd_portable.front.media_urls import UrlFetcher, install
+from epd_portable.front.media_urls import UrlFetcher, fetching_by
 from epd_portable.log import access_log
 from epd_portable.media.limits import check_settings
 from epd_portable.placement.instances import EngineSettings, InstanceState
@@ -74,7 +74,7 @@ class FrontMiddleware:
                 await send({"type": "lifespan.startup.failed", "message": str(error)})
                 return
         if self._client is not None:
-            media_bounds.begin_request(self._limits)
+            media_bounds.begin_request(self._front.media)
         if scope["type"] == "websocket" and (
             not self._has_key(scope, FrontExchange()) or self._origin_problem(scope)
         ):
@@ -108,12 +108,10 @@ class FrontMiddleware:
             self._log = access_log(front.access_log)
         if front.api_keys_file is not None:
             self._keys = ApiKeys(front.api_keys_file)
-        limits = front.media.limits
-        install(UrlFetcher(front.media.urls, front.max_bodies_bytes, client.metrics))
-        media_bounds.bound_process(limits)  # Last: what is fetched is bounded as well.
+        fetcher = UrlFetcher(front.media.urls, front.max_bodies_bytes, client.metrics)
+        media_bounds.bound_process(front.media, fetching_by(fetcher))
         self._client = client
         self._metrics = client.metrics
-        self._limits = limits
         self._settings, self._front = client.settings, front
         self._signatures = SignatureCheck(client.secret)
         REGISTRY.register(cast(Any, client.metrics.registry))
@@ -356,7 +354,7 @@ class FrontMiddleware:
         one.session = one.session or _text_of(fields.session_id)
         for name in ("mm_processor_kwargs", "media_io_kwargs"):
             if memoryview(raw := getattr(fields, name)).nbytes:
-                check_settings(self._limits, name, raw)
+                check_settings(self._front.media, name, raw)
 
 
 def _here() -> str:

@@ -44,7 +44,6 @@ from epd_portable.media.addresses import (
     redirected,
 )
 from epd_portable.responses import RETRY_AFTER_S
-from epd_portable.vllm_plugin.media_bounds import extend_connector
 
 logger = logging.getLogger(__name__)
 
@@ -359,9 +358,9 @@ def _refusing(url: str) -> Iterator[None]:
         raise refused(RequestError(problem, status=400, code="invalid_request")) from error
 
 
-def install(fetcher: UrlFetcher) -> None:
-    """Let vLLM's media connector of this process fetch by these rules only."""
-    extend_connector(_Fetching, fetcher=fetcher)
+def fetching_by(fetcher: UrlFetcher) -> type[MediaConnector]:
+    """Return a mixin for vLLM's media connector, which then fetches by these rules only."""
+    return type("Fetching", (_Fetching,), {"fetcher": fetcher})
 
 
 def _look_up(host: str, port: int) -> list[str]:

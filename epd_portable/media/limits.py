@@ -7,12 +7,14 @@ request sets for the processing of its media is checked here.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
 from epd_portable.errors import RequestError
+
+if TYPE_CHECKING:
+    from epd_portable.config.front import MediaSection
 
 Modality = Literal["image", "video", "audio"]
 
@@ -47,31 +49,7 @@ class RequestItem(Protocol):
         """Estimated from its bytes; 0 if that is not known."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MediaLimits:
-    """Limits of decoded media.
-
-    Attributes:
-        max_items: Images, videos and audio clips of one request.
-        max_item_pixels: Of one image, or one frame of a video.
-        max_request_pixels: Of all items of a request together: of films the frames that are taken.
-        max_seconds: Of one film or clip of sound.
-        max_memory_bytes: Memory of an API server beyond what it has when it starts to serve.
-    """
-
-    max_items: int = 64
-    max_item_pixels: int = 64 << 20
-    max_request_pixels: int = 256 << 20
-    max_seconds: float = 600.0
-    max_memory_bytes: int | None = None
-
-    @property
-    def max_video_frames(self) -> int:
-        """Frames in one film's file: those before one that is taken are decoded, too."""
-        return int(self.max_seconds * FRAMES_PER_S)
-
-
-def check_settings(limits: MediaLimits, name: str, raw: msgspec.Raw) -> None:
+def check_settings(limits: MediaSection, name: str, raw: msgspec.Raw) -> None:
     """Check that a request's settings for the processing of media keep within the limits.
 
     Every number in them counts, at any depth: edges of images and numbers of tiles by what
@@ -95,7 +73,7 @@ def check_settings(limits: MediaLimits, name: str, raw: msgspec.Raw) -> None:
         raise _refused(f"{name} cannot be read: {error}") from error
 
 
-def _check(limits: MediaLimits, value: Any, name: str, where: str) -> None:
+def _check(limits: MediaSection, value: Any, name: str, where: str) -> None:
     if isinstance(value, dict):
         _check_edges(limits, value.get("height"), value.get("width"), where)
         for key, each in value.items():
@@ -116,7 +94,7 @@ def _check(limits: MediaLimits, value: Any, name: str, where: str) -> None:
         _check_within(value, limits.max_item_pixels, where, "pixels")
 
 
-def _check_edges(limits: MediaLimits, height: Any, width: Any, where: str) -> None:
+def _check_edges(limits: MediaSection, height: Any, width: Any, where: str) -> None:
     if _is_number(height) and _is_number(width):
         _check_within(height * width, limits.max_item_pixels, where, "pixels")
 

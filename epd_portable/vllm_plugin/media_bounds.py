@@ -32,7 +32,7 @@ from PIL import Image, ImageFile, UnidentifiedImageError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.multimodal.media.base import MediaIO
 
-from epd_portable.media.limits import MediaLimits
+from epd_portable.config.front import MediaSection
 from epd_portable.vllm_plugin import avif
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class MediaRefusedError(ValueError):
 class RequestBudget:
     """Counts the media of one request: at most ``max_items`` and ``max_request_pixels``."""
 
-    def __init__(self, limits: MediaLimits) -> None:
+    def __init__(self, limits: MediaSection) -> None:
         self._limits = limits
         self._items = 0
         self._pixels = 0
@@ -107,29 +107,26 @@ class RequestBudget:
 _budget: ContextVar[RequestBudget | None] = ContextVar("epd_request_budget", default=None)
 
 
-def begin_request(limits: MediaLimits) -> None:
+def begin_request(limits: MediaSection) -> None:
     """Give the request of the present task a `RequestBudget`."""
     _budget.set(RequestBudget(limits))
 
 
-def bound_process(limits: MediaLimits) -> None:
-    """Bound what this process decodes from here on; a second call changes the limits alone."""
+def bound_process(limits: MediaSection, *fetching: type[MediaConnector]) -> None:
+    """Bound what this process decodes from here on; a second call replaces the first.
+
+    Args:
+        fetching: Mixins for vLLM's media connector: what they fetch is bounded as well.
+    """
     bound_pillow(limits)
-    extend_connector(_Bounded, limits=limits)
+    name = vllm.envs.VLLM_MEDIA_CONNECTOR
+    base = MEDIA_CONNECTOR_REGISTRY.name2class[name]
+    base = getattr(base, "base", base)
+    given = {"limits": limits, "base": base}
+    made = type(f"Bounded{base.__name__}", (_Bounded, *fetching, base), given)
+    MEDIA_CONNECTOR_REGISTRY.register(name)(made)
     if limits.max_memory_bytes is not None:
         limit_memory(limits.max_memory_bytes)
-
-
-def extend_connector(mixin: type[MediaConnector], **attributes: object) -> None:
-    """Put a mixin before vLLM's media connector and earlier mixins, or change its attributes."""
-    name = vllm.envs.VLLM_MEDIA_CONNECTOR
-    connector = MEDIA_CONNECTOR_REGISTRY.name2class[name]
-    mixins, base = getattr(connector, "extended", ({}, connector))
-    mixins = {**mixins, mixin: attributes}
-    given = {key: value for each in mixins.values() for key, value in each.items()}
-    bases = (*reversed(mixins), base)
-    made = type("Extended" + base.__name__, bases, {**given, "extended": (mixins, base)})
-    MEDIA_CONNECTOR_REGISTRY.register(name)(made)
 
 
 def limit_memory(more_bytes: int) -> None:
@@ -150,7 +147,7 @@ def limit_memory(more_bytes: int) -> None:
     logger.info("memory limited to %d MiB (RLIMIT_DATA)", most >> 20)
 
 
-def bound_pillow(limits: MediaLimits) -> None:
+def bound_pillow(limits: MediaSection) -> None:
     """Let Pillow open `IMAGE_FORMATS` only, each within the limits."""
     Image.init()
     # Pillow warns from this on, and refuses from twice as much on.
@@ -166,7 +163,7 @@ def bound_pillow(limits: MediaLimits) -> None:
 Factory = Callable[[IO[bytes], "str | bytes"], ImageFile.ImageFile]
 
 
-def _bounded_factory(factory: Factory, limits: MediaLimits) -> Factory:
+def _bounded_factory(factory: Factory, limits: MediaSection) -> Factory:
     """Return a factory of Pillow's that opens images within limits.
 
     Raises:
@@ -235,7 +232,7 @@ class _CountedReads(io.BytesIO):
 class _Bounded(MediaConnector):
     """Mixin for vLLM's media connector: what it loads counts in the request's budget."""
 
-    limits: MediaLimits
+    limits: MediaSection
 
     def load_from_url(self, url: str, media_io: Any, *args: Any, **kwargs: Any) -> Any:
         """See vLLM's ``MediaConnector``."""
@@ -254,7 +251,7 @@ class _Bounded(MediaConnector):
 class _BoundedIO(MediaIO[Any]):
     """A media loader of vLLM, within a budget; runs in vLLM's threads."""
 
-    def __init__(self, inner: Any, limits: MediaLimits, budget: RequestBudget) -> None:
+    def __init__(self, inner: Any, limits: MediaSection, budget: RequestBudget) -> None:
         self._inner = inner
         self._limits = limits
         self._budget = budget
@@ -313,7 +310,7 @@ class _BoundedIO(MediaIO[Any]):
             _budget.reset(token)
 
 
-def _bounded_films(loader: type[Any], limits: MediaLimits, budget: RequestBudget) -> type[Any]:
+def _bounded_films(loader: type[Any], limits: MediaSection, budget: RequestBudget) -> type[Any]:
     """Return a video loader of vLLM's that refuses a film before it makes space for its frames."""
 
     class BoundedFilms(loader):
@@ -348,7 +345,7 @@ def _too_large(what: str, limit: float, key: str) -> MediaRefusedError:
     )
 
 
-def _bomb(error: Exception, limits: MediaLimits) -> MediaRefusedError:
+def _bomb(error: Exception, limits: MediaSection) -> MediaRefusedError:
     return _too_large(
         str(error).partition(" exceeds")[0], limits.max_item_pixels, "max_item_pixels"
     )

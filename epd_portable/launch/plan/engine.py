@@ -218,7 +218,7 @@ class Engine:
 
     def env(self) -> dict[str, str]:
         """Return its variables beyond the launcher's own environment."""
-        limits, traits, group = self.topology.front.media.limits, self.site.traits, self.group
+        limits, traits, group = self.topology.front.media, self.site.traits, self.group
         variables = {
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",

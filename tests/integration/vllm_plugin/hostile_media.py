@@ -29,12 +29,12 @@ import numpy as np  # noqa: E402
 from PIL import Image  # noqa: E402
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY  # noqa: E402
 
-from epd_portable.media.limits import MediaLimits  # noqa: E402
+from epd_portable.config.front import MediaSection  # noqa: E402
 from epd_portable.vllm_plugin import media_bounds  # noqa: E402
 from tests.unit.media import samples  # noqa: E402
 from tests.unit.media.samples import chunk, png  # noqa: E402
 
-SMALL = MediaLimits(max_item_pixels=LIMIT, max_request_pixels=4 * LIMIT, max_seconds=10)
+SMALL = MediaSection(max_item_pixels=LIMIT, max_request_pixels=4 * LIMIT, max_seconds=10)
 
 
 def saved(kind: str, side: int = SIDE, **options: object) -> bytes:
@@ -238,7 +238,7 @@ def main() -> None:
         load(modality, name, data)
     contextvars.copy_context().run(load_icons)
     os.environ["VLLM_MAX_IMAGE_PIXELS"] = str(64 << 20)
-    media_bounds.bound_process(MediaLimits(max_memory_bytes=64 << 20))
+    media_bounds.bound_process(MediaSection(max_memory_bytes=64 << 20))
     load("image", "more than there is memory for", png(8000, 8000))
     load("image", "good PNG at last", png(1000, 1000))
 
@@ -246,7 +246,7 @@ def main() -> None:
 def load_icons() -> None:
     """Load two icons in one request, the first of which has more pixels than it may have."""
 
-    media_bounds.begin_request(MediaLimits(max_request_pixels=10))
+    media_bounds.begin_request(MediaSection(max_request_pixels=10))
     for name in ("first icon of a request", "second icon of a request"):
         load("image", name, icon(png(1000, 1000)))
 

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
-from epd_portable.media.limits import MediaLimits
+from epd_portable.config.front import MediaSection
 from epd_portable.vllm_plugin import media_bounds
 from tests.integration.vllm_plugin.hostile_media import tiff
 from tests.unit.media.samples import UNUSUAL, chunk, saved
@@ -141,7 +141,7 @@ def main() -> None:
     """Load each file twice, and print both results."""
     files = [*written(), *crafted()]
     plain = [loaded(data) for _, data in files]
-    media_bounds.bound_process(MediaLimits())
+    media_bounds.bound_process(MediaSection())
     for (name, data), expected in zip(files, plain, strict=True):
         print(json.dumps({"name": name, "plain": expected, "bounded": loaded(data)}))
 

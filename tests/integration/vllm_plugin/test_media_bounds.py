@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from epd_portable.media.limits import MediaLimits
+from epd_portable.config.front import MediaSection
 from epd_portable.vllm_plugin import media_bounds
 from epd_portable.vllm_plugin.media_bounds import IMAGE_FORMATS
 from tests import warm
@@ -101,7 +101,7 @@ def test_the_process_goes_on_with_files_within_its_limits() -> None:
 def test_request_has_a_media_budget_of_its_own() -> None:
     seen: list[media_bounds.RequestBudget | None] = []
     for _ in range(2):
-        media_bounds.begin_request(MediaLimits(max_request_pixels=10))
+        media_bounds.begin_request(MediaSection(max_request_pixels=10))
         seen.append(media_bounds._budget.get())
     first, second = seen
     assert first is not None and second is not None and first is not second

@@ -5,10 +5,11 @@ import json
 import msgspec
 import pytest
 
+from epd_portable.config.front import MediaSection
 from epd_portable.errors import RequestError
-from epd_portable.media.limits import MAX_SETTINGS_BYTES, MediaLimits, check_settings
+from epd_portable.media.limits import MAX_SETTINGS_BYTES, check_settings
 
-LIMITS = MediaLimits()
+LIMITS = MediaSection()
 NAME = "mm_processor_kwargs"
 
 
@@ -56,7 +57,7 @@ def test_settings_that_ask_for_more_than_the_limits_are_refused(
     settings: object, words: str
 ) -> None:
     with pytest.raises(RequestError, match=words) as caught:
-        check_settings(MediaLimits(max_seconds=100), NAME, raw(settings))
+        check_settings(MediaSection(max_seconds=100), NAME, raw(settings))
     assert (caught.value.status, caught.value.code) == (400, "settings_too_large")
 
 
