@@ -26,8 +26,8 @@ from yarl import URL
 
 from epd_portable.errors import RequestError
 from epd_portable.instruments import Instruments
+from epd_portable.placement.instances import HashRing
 from epd_portable.placement.profiles.selection_types import SESSION_HEADER
-from epd_portable.placement.ring import HashRing
 from epd_portable.responses import (
     BODY_TIMEOUT_S,
     MAX_HEAD_BYTES,

@@ -45,11 +45,11 @@ from epd_portable.placement.instances import (
     InFlight,
     Instance,
     WentDownError,
+    bounded_load,
     while_up,
 )
 from epd_portable.placement.profiles.policy import BLOCK_TOKENS, Policy
 from epd_portable.placement.profiles.selection_types import Decision, SelectionRequest, Stage
-from epd_portable.placement.ring import bounded_load
 from epd_portable.transfer.stores.lookup import StoredItem
 from epd_portable.vllm_plugin.requests import blocks_of, encode_request, without_items
 from epd_portable.vllm_plugin.video_parts import is_part

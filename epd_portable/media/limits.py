@@ -1,7 +1,6 @@
-"""Limits on what a request's media become when they are decoded. Pure.
+"""Items of requests, and the limits of what requests set for the processing of their media. Pure.
 
-The instances apply them where they open a file (`epd_portable.vllm_plugin.media_bounds`). What a
-request sets for the processing of its media is checked here.
+Limits of decoding are applied where files are opened (`epd_portable.vllm_plugin.media_bounds`).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from epd_portable.config.roles import ROLE_LABEL
 from epd_portable.media.limits import Modality
+from epd_portable.placement.instances import HashRing
 from epd_portable.placement.profiles.selection_types import (
     Candidate,
     Candidates,
@@ -18,7 +19,6 @@ from epd_portable.placement.profiles.selection_types import (
     label,
     stages,
 )
-from epd_portable.placement.ring import HashRing
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from epd_portable.placement.instances import LOAD_BOUND
 from epd_portable.placement.profiles.filters import (
     Count,
     CountOrZero,
@@ -19,7 +20,6 @@ from epd_portable.placement.profiles.filters import (
     takes_type,
 )
 from epd_portable.placement.profiles.selection_types import Candidate, Candidates, SelectionRequest
-from epd_portable.placement.ring import LOAD_BOUND
 
 ENTRY_MIB = 2
 """Size of an item's output in llm-d's measure of a cache."""

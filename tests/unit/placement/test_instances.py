@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from epd_portable.config.roles import Role
-from epd_portable.placement.instances import FEW, EndpointPool, Instance
-from epd_portable.placement.ring import LOAD_BOUND
+from epd_portable.placement.instances import FEW, LOAD_BOUND, EndpointPool, Instance
 from tests.unit.builders import instance_settings
 
 

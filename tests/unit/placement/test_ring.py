@@ -7,9 +7,8 @@ from collections import Counter
 import pytest
 
 from epd_portable.config.choice import parse_choice
-from epd_portable.placement.instances import EndpointPool
+from epd_portable.placement.instances import EndpointPool, HashRing
 from epd_portable.placement.profiles.policy import Policy
-from epd_portable.placement.ring import HashRing
 from tests.unit.builders import instance_settings
 from tests.unit.placement.profiles.situations import seen, to_encode
 
