@@ -58,7 +58,6 @@ class _LossyFile(io.FileIO):
         return io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
 
     def write(self, data: Any) -> int:
-        """See `io.FileIO.write`."""
         try:
             return super().write(data)
         except OSError as error:
@@ -97,14 +96,12 @@ class _LineFile(WatchedFileHandler):
     """Handler that reports a failed write, as on a full disk, at standard error and continues."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler.emit`."""
         try:
             super().emit(record)
         except OSError:
             self.handleError(record)
 
     def close(self) -> None:
-        """See `logging.Handler.close`."""
         with contextlib.suppress(OSError):
             super().close()
 
@@ -113,7 +110,6 @@ class _OneLine(logging.Formatter):
     """Keeps a message in its line: a peer's words in it cannot pass for a line of ours."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter.formatMessage`."""
         return "".join(
             each if each.isprintable() else each.encode("unicode_escape").decode()
             for each in super().formatMessage(record)

@@ -6,7 +6,7 @@ Which types of plug-ins there are and what their parameters mean is not known he
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -15,7 +15,6 @@ from epd_portable.config.problems import checked, read_text
 from epd_portable.config.quantities import Section
 from epd_portable.errors import ConfigError
 
-KIND = "EndpointPickerConfig"
 VERSIONS = ("llm-d.ai/", "inference.networking.x-k8s.io/")
 """Beginnings of the ``apiVersion`` of files of this shape."""
 MAX_PLUGINS = 64
@@ -74,7 +73,7 @@ class ChoiceSection(_Elsewhere):
 
     file: Name | None = None
     apiVersion: Name | None = None
-    kind: Name | None = None
+    kind: Literal["EndpointPickerConfig"] | None = None
     metadata: JsonValue = None
     plugins: list[PluginSection] = Field(default=[], max_length=MAX_PLUGINS)
     schedulingProfiles: list[ProfileSection] = Field(default=[], max_length=MAX_PLUGINS)
@@ -85,13 +84,6 @@ class ChoiceSection(_Elsewhere):
         if version is not None and not version.startswith(VERSIONS):
             raise ValueError(f"{version!r} is not known; write llm-d.ai/v1alpha1, or leave it out")
         return version
-
-    @field_validator("kind")
-    @classmethod
-    def _is_of_this_kind(cls, kind: str | None) -> str | None:
-        if kind not in (None, KIND):
-            raise ValueError(f"{kind!r} is another kind of file; expected {KIND}")
-        return kind
 
     @model_validator(mode="after")
     def _has_one_source(self) -> ChoiceSection:

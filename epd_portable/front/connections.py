@@ -51,7 +51,6 @@ class _Parser:
         return getattr(self._inner, name)
 
     def feed_data(self, data: bytes) -> None:
-        """See httptools."""
         try:
             self._inner.feed_data(data)
         except HttpParserUpgrade as upgrade:
@@ -85,40 +84,34 @@ class BoundedProtocol(HttpToolsProtocol):
         self.parser = _Parser(self)  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See uvicorn."""
         super().connection_made(transport)
         if "VLLM_HTTP_TIMEOUT_KEEP_ALIVE" not in os.environ:
             self.timeout_keep_alive = KEEP_ALIVE_S
         self._set_timer(HEAD_TIMEOUT_S, self._refuse, _TIMED_OUT)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See uvicorn."""
         self._set_timer(0.0)
         self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See uvicorn."""
         self._extra_bytes += len(data)
         super().data_received(data)
         if self._extra_bytes > MAX_HEAD_BYTES + FRAMING * self._body_bytes:
             self._refuse(_TOO_LARGE)
 
     def on_message_begin(self) -> None:
-        """See httptools."""
         super().on_message_begin()
         self._extra_bytes = self._body_bytes = 0
         if self._timer is None:
             self._set_timer(HEAD_TIMEOUT_S, self._refuse, _TIMED_OUT)
 
     def on_body(self, body: bytes) -> None:
-        """See httptools."""
         self._extra_bytes -= len(body)
         self._body_bytes += len(body)
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
-        """See httptools."""
         if self._asks_for_other:
             return  # It comes again, without that.
         self._set_timer(BODY_TIMEOUT_S, self._end_body)
@@ -128,7 +121,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """See httptools."""
         if not self._asks_for_other:
             self._set_timer(0.0)
             super().on_message_complete()
@@ -146,12 +138,10 @@ class BoundedProtocol(HttpToolsProtocol):
         return self._get_upgrade() is not None and not self._should_upgrade()
 
     def pause_writing(self) -> None:
-        """See asyncio."""
         super().pause_writing()
         self._sending = self.loop.call_later(SEND_TIMEOUT_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """See asyncio."""
         super().resume_writing()
         if self._sending is not None:
             self._sending.cancel()

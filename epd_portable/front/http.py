@@ -327,8 +327,12 @@ class FrontMiddleware:
                 one.nbytes += len(piece)
                 self._held_bytes += len(piece)
                 if one.nbytes > front.max_body_bytes:
-                    most = front.max_body_bytes
-                    raise _beyond("max_body_bytes", most, 413, "request_too_large")
+                    raise RequestError(
+                        f"the body is beyond front.max_body_bytes of {front.max_body_bytes}: send "
+                        "less, or raise it",
+                        status=413,
+                        code="request_too_large",
+                    )
                 if self._held_bytes > front.max_bodies_bytes:
                     raise RequestError(
                         "bodies of open requests take the memory of front.max_bodies_bytes of "
@@ -425,8 +429,3 @@ def _refusal(error: RequestError, path: str) -> Response:
     # Of what is late nothing more is waited for.
     closes = {"connection": "close"} if reply.status == 408 else {}
     return Response(reply.body, reply.status, {**reply.headers, **closes})
-
-
-def _beyond(key: str, limit: int, status: int, code: str) -> RequestError:
-    message = f"the body is beyond front.{key} of {limit}: send less, or raise it"
-    return RequestError(message, status=status, code=code)

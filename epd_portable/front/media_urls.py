@@ -325,7 +325,6 @@ class _Fetching(MediaConnector):
         return media_io.load_bytes(fetched.result())
 
     async def load_from_url_async(self, url: str, media_io: Any, *args: Any, **kwargs: Any) -> Any:
-        """See vLLM's ``MediaConnector``."""
         if not is_web(url[:6].encode("utf-8", "replace")):
             with _refusing(url):
                 return await super().load_from_url_async(url, media_io, *args, **kwargs)

@@ -79,10 +79,13 @@ def version() -> Version:
     return number
 
 
-def check_supported(vllm_config: VllmConfig) -> None:
+def check_supported(vllm_config: VllmConfig, *, can_encode: bool = True) -> None:
     """Raise `EngineError` with every setting that the plug-in cannot serve correctly.
 
     The launcher refuses others, by the schema of the topology file.
+
+    Args:
+        can_encode: See `InstanceConfig`.
     """
     version()
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
@@ -121,19 +124,15 @@ def check_supported(vllm_config: VllmConfig) -> None:
             model.is_encoder_decoder,
             "encoder-decoder models have no encoder outputs to transfer; serve them in one process",
         ),
+        (
+            not can_encode and version() < HAS_METADATA,
+            f"vLLM {vllm.__version__} takes no item without its media: a prefill+decode instance "
+            f"without encoder needs {HAS_METADATA[0]}.{HAS_METADATA[1]} or later; set "
+            "instances.prefill_decode.encoder to true",
+        ),
     ]
     if found := [problem for applies, problem in problems if applies]:
         raise EngineError("; ".join(found))
-
-
-def check_metadata() -> None:
-    """Raise `EngineError` where vLLM takes items by their media only."""
-    if version() < HAS_METADATA:
-        raise EngineError(
-            f"vLLM {vllm.__version__} takes no item without its media: a prefill+decode instance "
-            f"without encoder needs {HAS_METADATA[0]}.{HAS_METADATA[1]} or later; set "
-            "instances.prefill_decode.encoder to true"
-        )
 
 
 def check_dtype(vllm_config: VllmConfig, platform: Platform) -> None:
@@ -309,13 +308,6 @@ def metadata_fields(vllm_config: VllmConfig) -> dict[str, set[str]]:
     resolver = utils.PlaceholderMetadataResolver(model)
     modalities = MULTIMODAL_REGISTRY.create_processor(model).info.supported_mm_limits
     return {modality: resolver.fields_for(modality) for modality in modalities}
-
-
-def item_processor(vllm_config: VllmConfig) -> Any:
-    """Return the model's processor of items."""
-    from vllm.multimodal import MULTIMODAL_REGISTRY
-
-    return MULTIMODAL_REGISTRY.create_processor(vllm_config.model_config)
 
 
 def sample_items(vllm_config: VllmConfig, processor: Any) -> dict[str, dict[str, Any]]:

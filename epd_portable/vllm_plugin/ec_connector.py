@@ -102,12 +102,10 @@ class EPDConnector(ECConnectorBase):
         self, vllm_config: VllmConfig, role: ECConnectorRole, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(vllm_config, role, *args, **kwargs)
-        compat.check_supported(vllm_config)
         self._config = InstanceConfig.parse(
             vllm_config.ec_transfer_config.ec_connector_extra_config
         )
-        if not self._config.can_encode:
-            compat.check_metadata()
+        compat.check_supported(vllm_config, can_encode=self._config.can_encode)
         self._fingerprint = agreement.fingerprint(vllm_config)
         self._namespace = namespace_of(self._config, lambda: agreement.stored_as(vllm_config))
         self.overlap = overlap.overlap_of(vllm_config, self._config)
@@ -173,7 +171,6 @@ class EncodeScheduler(SchedulerConnector):
     computed_step = 0
 
     def attach(self, scheduler: Any) -> ItemTable:
-        """See `SchedulerConnector`."""
         config = self._config
 
         def nbytes(request: Request, index: int) -> int:
@@ -221,7 +218,6 @@ class EncodeScheduler(SchedulerConnector):
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> StepMetadata:
-        """See `EPDConnector`."""
         computes = scheduler_output.total_num_scheduled_tokens > 0
         if computes and TRAITS[self._config.platform].needs_device_copy:
             self._step += 1  # It is computed later than it is queued.
@@ -289,7 +285,6 @@ class PDScheduler(SchedulerConnector):
     _dispatcher: Dispatcher
 
     def attach(self, scheduler: Any) -> ItemTable:
-        """See `SchedulerConnector`."""
         self._metadata = ItemMetadata(self._vllm_config)
         traits = TRAITS[self._config.platform]
         self.shell = ItemShell(
@@ -358,14 +353,12 @@ class PDScheduler(SchedulerConnector):
     def update_state_after_alloc(
         self, request: Request, index: int, *args: Any, **kwargs: Any
     ) -> None:
-        """See `EPDConnector`."""
         self.requests.encoded_here(request.request_id, request.mm_features[index].identifier)
         self._media.encodes(request.request_id, index)
 
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> StepMetadata:
-        """See `EPDConnector`."""
         computes = scheduler_output.total_num_scheduled_tokens > 0
         receipts = self.shell.orders.take_orders(
             scheduler_output.free_encoder_mm_hashes, computes=computes
@@ -534,7 +527,6 @@ class EncodeWorker(WorkerConnector):
         )
 
     def begin_step(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """See `WorkerConnector`."""
         copies = metadata.copies
         # The scheduler knows of what it drops; of what it has restored it is known below.
         self._missing.difference_update(copies.dropped, copies.restored)
@@ -564,7 +556,6 @@ class EncodeWorker(WorkerConnector):
 
     @contextmanager
     def encoding(self, items: Sequence[str]) -> Iterator[None]:
-        """See `WorkerConnector`."""
         try:
             with super().encoding(items):
                 yield
@@ -585,7 +576,6 @@ class EncodeWorker(WorkerConnector):
     def save_caches(
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, *args: Any, **kwargs: Any
     ) -> None:
-        """See `EPDConnector`."""
         self._missing.discard(mm_hash)
         # A part that stays long would keep all that was computed with it, which is not counted.
         output = encoder_cache[mm_hash] = alone(encoder_cache[mm_hash])
@@ -640,7 +630,6 @@ class PDWorker(WorkerConnector):
         self._opened.callback(self.encoder.close)
 
     def begin_step(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """See `WorkerConnector`."""
         self._sampler.begin_step(metadata.samples, encoder_cache)
         self._placer.carry_out(metadata.receipts, encoder_cache)
         for encoding in metadata.receipts.encodings:
@@ -667,7 +656,6 @@ class PDWorker(WorkerConnector):
 
     @contextmanager
     def encoding(self, items: Sequence[str]) -> Iterator[None]:
-        """See `WorkerConnector`."""
         if not self._config.can_encode:
             raise EngineError(
                 f"a step of {self._config.instance} encodes {', '.join(items)}, but this instance "
@@ -680,7 +668,6 @@ class PDWorker(WorkerConnector):
     def start_load_caches(
         self, encoder_cache: dict[str, torch.Tensor], *args: Any, **kwargs: Any
     ) -> None:
-        """See `EPDConnector`."""
         if self._by_hooks:
             self.begin_step(self._step_metadata(), encoder_cache)
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
+from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItems, PlaceholderRange
 from vllm.v1.engine import EngineCoreRequest
 
@@ -177,7 +178,7 @@ class JobReader:
         model = config.model_config
         self._samples: dict[str, dict[str, Any]] = {}
         if model.is_multimodal_model:
-            self._processor = compat.item_processor(config)
+            self._processor = MULTIMODAL_REGISTRY.create_processor(model)
             self._samples = compat.sample_items(config, self._processor)
         self._metadata = ItemMetadata(config)
         self._most_tokens = model.max_model_len

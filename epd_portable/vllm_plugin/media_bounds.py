@@ -235,11 +235,9 @@ class _Bounded(MediaConnector):
     limits: MediaSection
 
     def load_from_url(self, url: str, media_io: Any, *args: Any, **kwargs: Any) -> Any:
-        """See vLLM's ``MediaConnector``."""
         return super().load_from_url(url, self._bounded(media_io), *args, **kwargs)
 
     async def load_from_url_async(self, url: str, media_io: Any, *args: Any, **kwargs: Any) -> Any:
-        """See vLLM's ``MediaConnector``."""
         return await super().load_from_url_async(url, self._bounded(media_io), *args, **kwargs)
 
     def _bounded(self, media_io: Any) -> _BoundedIO:
@@ -259,16 +257,13 @@ class _BoundedIO(MediaIO[Any]):
             inner.video_loader = _bounded_films(type(inner.video_loader), limits, budget)()
 
     def get_max_bytes(self, *args: Any, **kwargs: Any) -> int | None:
-        """See vLLM's ``MediaIO``."""
         most: int | None = self._inner.get_max_bytes(*args, **kwargs)
         return most
 
     def load_bytes(self, data: bytes, *args: Any, **kwargs: Any) -> Any:
-        """See vLLM's ``MediaIO``."""
         return self._load(self._inner.load_bytes, data, *args, **kwargs)
 
     def load_base64(self, media_type: str, data: str, *args: Any, **kwargs: Any) -> Any:
-        """See vLLM's ``MediaIO``."""
         frames = data.count(",") + 1
         if frames > self._limits.max_video_frames:
             raise _too_large(
@@ -277,7 +272,6 @@ class _BoundedIO(MediaIO[Any]):
         return self._load(self._inner.load_base64, media_type, data, *args, **kwargs)
 
     def load_file(self, filepath: Path, *args: Any, **kwargs: Any) -> Any:
-        """See vLLM's ``MediaIO``."""
         return self._load(self._inner.load_file, filepath, *args, **kwargs)
 
     def _load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

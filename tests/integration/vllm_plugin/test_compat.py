@@ -123,10 +123,11 @@ def test_second_model_runner_is_refused_where_it_has_no_hooks(
 def test_instance_without_encoder_is_refused_for_items_by_media(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compat.check_metadata()
+    compat.check_supported(config(), can_encode=False)
     monkeypatch.setattr(compat, "version", lambda: (0, 30))
+    compat.check_supported(config())
     with pytest.raises(EngineError, match=r"encoder needs 0\.31 or later; set instances"):
-        compat.check_metadata()
+        compat.check_supported(config(), can_encode=False)
 
 
 def test_a_dtype_that_the_device_does_not_compute_in_is_refused() -> None:

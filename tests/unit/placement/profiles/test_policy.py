@@ -128,7 +128,7 @@ def test_single_profile_is_for_decode_with_any_name() -> None:
     [
         ("plugins: []", "give schedulingProfiles"),
         ("plugin: []\n" + PROFILE, "plugin .line 1.: unknown key; did you mean plugins?"),
-        ("kind: Pod\n" + DECODE, "kind .line 1.: 'Pod' is another kind of file"),
+        ("kind: Pod\n" + DECODE, "kind .line 1.: input should be 'EndpointPickerConfig'"),
         ("apiVersion: v1\n" + DECODE, "apiVersion .line 1.: 'v1' is not known"),
         ("file: a.yaml\nkind: EndpointPickerConfig\n", "and kind are both set"),
         ("file: other.yaml", "names another file"),
