@@ -45,7 +45,6 @@ from epd_portable.transfer.stores.entry import namespace_of
 from epd_portable.transfer.stream_clock import StreamClock
 from epd_portable.transfer.worker_endpoint import WorkerEndpoint
 from epd_portable.vllm_plugin import agreement, compat, exposition, overlap
-from epd_portable.vllm_plugin.encoder_memory import cache_bytes
 from epd_portable.vllm_plugin.media_again import MediaOfWorkers
 from epd_portable.vllm_plugin.reports import Kind, StepMetadata, from_names, to_names
 from epd_portable.vllm_plugin.requests import (
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from epd_portable.platforms.base import MemoryInfo
     from epd_portable.transfer.copies import DeviceCopies
 
 logger = logging.getLogger(__name__)
@@ -492,13 +492,20 @@ class WorkerConnector(EPDConnector):
 
 
 class EncodeWorker(WorkerConnector):
-    """The worker half of an encode instance: a `Sender`, and perhaps `HostCopies`."""
+    """The worker half of an encode instance: a `Sender`, and perhaps `HostCopies`.
+
+    Attributes:
+        memory: Returns the device's memory; `memory_before` is that without this process.
+        space_bytes: Size of the encoder cache; 0 once the scheduler knows it.
+    """
+
+    memory: Callable[[], MemoryInfo]
+    memory_before: MemoryInfo
+    space_bytes = 0
 
     _sender: Sender
     _copies: HostCopies | None = None
     _queued_step = 0
-    _room_bytes = 0
-    """Size of the encoder cache; 0 once the scheduler knows it."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: ECConnectorRole, *args: Any, **kwargs: Any
@@ -509,8 +516,8 @@ class EncodeWorker(WorkerConnector):
         self._unreported: set[str] = set()
 
     def _open(self, copies: DeviceCopies, rank: int) -> int:
-        self._memory = partial(copies.platform.memory_info, copies.index)
-        self._memory_before = self._memory()
+        self.memory = partial(copies.platform.memory_info, copies.index)
+        self.memory_before = self.memory()
         if self._config.host_cache_bytes:
             self._copies = HostCopies(copies)
             self._opened.callback(self._copies.close)
@@ -519,12 +526,6 @@ class EncodeWorker(WorkerConnector):
         self._opened.callback(self._sender.close, linger_s=_LINGER_S)
         self._clock = self._sender.clock
         return 0
-
-    def measure_room(self, profile_run: Callable[[], None]) -> None:
-        """Find out how much memory the encoder cache may fill, see `cache_bytes`."""
-        self._room_bytes = cache_bytes(
-            self._vllm_config, self._config.platform, profile_run, self._memory, self._memory_before
-        )
 
     def begin_step(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
         copies = metadata.copies
@@ -594,8 +595,8 @@ class EncodeWorker(WorkerConnector):
             progress.step_queued(step)
         computed = progress.take_computed()
         report: dict[Kind, set[str]] = {} if computed is None else {"computed": {str(computed)}}
-        if self._room_bytes:
-            report["space"], self._room_bytes = {str(self._room_bytes)}, 0
+        if self.space_bytes:
+            report["space"], self.space_bytes = {str(self.space_bytes)}, 0
         report["missing"], self._unreported = self._unreported, set()
         if self._copies is not None:
             report["copy lost"] = self._copies.take_lost()

@@ -18,8 +18,10 @@ import torch
 from vllm.distributed import nixl_utils
 from vllm.distributed.ec_transfer import get_ec_transfer
 
+from epd_portable.encode.two_levels import FILLED
 from epd_portable.log import trace
 from epd_portable.platforms import registry
+from epd_portable.platforms.base import MemoryInfo
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
 from epd_portable.runners.first import EncoderRunnerMixin, PDRunnerMixin
 from epd_portable.runners.second import (
@@ -112,10 +114,35 @@ class _WorkerMixin(_Worker):
         connector = get_ec_transfer()
         if connector.is_producer and compat.version() >= compat.PROFILES_ENCODER:
             # vLLM measures memory only for KV, of which there is none.
-            connector.measure_room(self.model_runner.profile_run)
+            connector.space_bytes = self._cache_bytes(connector.memory, connector.memory_before)
         with cores_kept(), self._nixl_waits():
             super().initialize_from_config(*args, **kwargs)
         trace("kv_cache.ready", layers=len(self.model_runner.kv_caches))
+
+    def _cache_bytes(self, memory: Callable[[], MemoryInfo], before: MemoryInfo) -> int:
+        """Return how many bytes the encoder cache may fill; before the scheduler is made.
+
+        It is what a language model's KV would take: what is set for that, on devices at most what
+        ``gpu_memory_utilization`` leaves. Of a device that others use, too, what they take
+        meanwhile is missing; nothing depends on their holding still.
+        """
+        found = compat.kv_cache_bytes(self.vllm_config)
+        if self._traits.needs_device_copy:
+            if found is None:
+                self.model_runner.profile_run()  # The process keeps its memory.
+            part = self.vllm_config.cache_config.gpu_memory_utilization
+            left = memory().left_of(part, before)
+            logger.info(
+                "gpu_memory_utilization %g leaves %d MiB next to the weights and the largest step",
+                *(part, left >> 20),
+            )
+            found = left if found is None else min(left, found)
+        space = int(FILLED * (found or 0))
+        logger.info(
+            "the encoder cache may fill %d MiB, %d %% of what KV would have",
+            *(space >> 20, 100 * FILLED),
+        )
+        return space
 
     def reset_encoder_cache(self, *args: Any, **kwargs: Any) -> None:
         # As vLLM's workers do; not every platform's has the method.
