@@ -66,7 +66,7 @@ async def test_backlog_counts_work_until_request_ends(client: SplitClient, front
     for each in engines:
         each.may_end.clear()
     asking = asyncio.gather(ask(front, "a", draw(2, SIDE)), ask(front, "b", draw(3, SIDE)))
-    await until_async(lambda: len(engines[0].sent) == 3)
+    await until_async(lambda: len(engines[0].sent) >= 3)
     for role in ROLES:
         came_s, backlog_s = seen(role)
         assert came_s >= (2 * TAKES_S if role == "encode" else 0.001)
@@ -82,7 +82,7 @@ async def test_failed_choice_cancels_the_other_choices(client: SplitClient, fron
     engine.may_end.clear()
     answers = front.generate({"prompt": "What is it?"}, SamplingParams(n=3), "several")
     asking = asyncio.create_task(anext(answers))
-    await until_async(lambda: len(engine.sent) == 3)
+    await until_async(lambda: len(engine.sent) >= 3)
     first, *others = (each.request_id for each in engine.sent)
     while not asking.done():  # It is sent again before.
         engine.says(
