@@ -113,8 +113,8 @@ def make_plan(
     """Decide processes, command lines and ports.
 
     Args:
-        site: Of the front, and of all engines but for encode engines.
-        encode: Of these; another one where they have a platform or an environment of their own.
+        site: Site of the front, and of all engines but encode engines.
+        encode: Site of encode engines: another one if their platform or environment is another.
         free_port: Returns one free port of ``launch.host`` after another.
 
     Raises:
