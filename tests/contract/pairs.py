@@ -127,6 +127,12 @@ def parameters(routes: Iterable[Route], *, mixed_in_full: bool = False) -> list[
     return found
 
 
+EACH_PLATFORM: list[Any] = [
+    "cpu",
+    pytest.param("npu", marks=pytest.mark.needs_npu),
+    pytest.param("cuda", marks=pytest.mark.needs_cuda),
+]
+"""Parameters of a test that runs on every platform."""
 PAIRS = [Pair(*names) for names in product(PLATFORMS, PLATFORMS)]
 EVERY_ROUTE = [Route(path, pair) for pair in PAIRS for path in PATHS]
 ROUTES = [

@@ -26,6 +26,7 @@ from epd_portable.errors import (
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import Platform
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous, RendezvousHost
+from tests.contract.pairs import EACH_PLATFORM
 from tests.contract.remote_ranks import OtherRank
 from tests.waiting import until
 
@@ -71,13 +72,7 @@ def index_for(platform: Platform, rank: int) -> int:
     return rank % count
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("cpu", id="gloo"),
-        pytest.param("npu", id="hccl", marks=pytest.mark.needs_npu),
-        pytest.param("cuda", id="nccl", marks=pytest.mark.needs_cuda),
-    ]
-)
+@pytest.fixture(params=EACH_PLATFORM)
 def make(
     request: pytest.FixtureRequest, host: RendezvousHost, elsewhere: OtherRank
 ) -> Iterator[MakeGroups]:

@@ -20,6 +20,7 @@ from epd_portable.errors import PeerLostError, TransportTimeoutError, Unsupporte
 from epd_portable.platforms import registry
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous, RendezvousHost
 from epd_portable.platforms.npu import NpuPlatform
+from tests.contract.pairs import EACH_PLATFORM
 from tests.contract.path_consumer import CONTEXT as FORKED
 from tests.contract.remote_ranks import RankProcess
 from tests.kit.ranks import AMPLE_S, await_stop, exchange, join, peer
@@ -27,13 +28,7 @@ from tests.kit.ranks import AMPLE_S, await_stop, exchange, join, peer
 SHORT_S = 3.0
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param("npu", marks=pytest.mark.needs_npu),
-        pytest.param("cuda", marks=pytest.mark.needs_cuda),
-    ]
-)
+@pytest.fixture(params=EACH_PLATFORM)
 def platform_name(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if name == "cuda" and registry.get(name).device_count() < 2:

@@ -12,16 +12,11 @@ from epd_portable.encode.two_levels import HostOrders
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import Platform
 from epd_portable.transfer.copies import DeviceCopies
+from tests.contract.pairs import EACH_PLATFORM
 from tests.waiting import until
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param("cuda", marks=pytest.mark.needs_cuda),
-        pytest.param("npu", marks=pytest.mark.needs_npu),
-    ]
-)
+@pytest.fixture(params=EACH_PLATFORM)
 def platform(request: pytest.FixtureRequest) -> Platform:
     return registry.get(request.param)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -14,14 +16,16 @@ import zmq
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.secret import Secret
+from epd_portable.config.store import StoreSection
 from epd_portable.errors import TransportError
 from epd_portable.transfer import connections, control
 from epd_portable.transfer.control import ControlClients, ControlServer
 from epd_portable.transfer.curve import OVERHEAD_BYTES, receive_parts
 from epd_portable.transfer.endpoint import ConsumerEndpoint
 from epd_portable.transfer.pool import SHM_FOLDER
+from epd_portable.transfer.stores.loader import IDENTITY
 from epd_portable.wire.codec import MAX_MESSAGE_BYTES, encode
-from epd_portable.wire.messages import Abort, Announce, AnyMessage, Later
+from epd_portable.wire.messages import Abort, Announce, AnyMessage, Later, Nack, NackCode
 from tests.keyring import keys, secret_file
 from tests.receiving import dealer, pool_name
 from tests.unit.builders import SPEC, peer
@@ -96,26 +100,23 @@ def test_a_long_message_ends_its_connection(server: ControlServer, clients: Cont
         assert until(server.receive) == [(b"client", Later(transfer_id="t"))]
 
 
-def test_a_peer_that_does_not_read_loses_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_does_not_read_loses_messages(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.setattr(control, "_HIGH_WATER_MARK", 3)
-    server = ControlServer("tcp://127.0.0.1:*", "server", keys())
-    clients = ControlClients("client", keys())
-    try:
-        clients.send(server.address, Later(transfer_id="hello"))
-        until(server.receive)
-        # More than the buffers of the sockets take.
-        many = 10_000
-        for number in range(many):
-            server.send(b"client", Abort(transfer_id=str(number), reason="x" * 900))
-        first = until(lambda: heard(clients))
-        while more := heard(clients, 0.5):
-            first += more
-        assert len(first) < many
-        server.send(b"client", Later(transfer_id="t"))
-        assert until(lambda: heard(clients)) == [(server.address, Later(transfer_id="t"))]
-    finally:
-        clients.close()
-        server.close()
+    server, clients = map(request.getfixturevalue, ("server", "clients"))
+    clients.send(server.address, Later(transfer_id="hello"))
+    until(server.receive)
+    # More than the buffers of the sockets take.
+    many = 10_000
+    for number in range(many):
+        server.send(b"client", Abort(transfer_id=str(number), reason="x" * 900))
+    first = until(lambda: heard(clients))
+    while more := heard(clients, 0.5):
+        first += more
+    assert len(first) < many
+    server.send(b"client", Later(transfer_id="t"))
+    assert until(lambda: heard(clients)) == [(server.address, Later(transfer_id="t"))]
 
 
 def test_messages_left_by_a_turn_end_the_next_wait_at_once(
@@ -222,51 +223,51 @@ def test_an_address_that_is_taken_is_an_error(server: ControlServer) -> None:
         ControlServer(server.address, "second", keys())
 
 
+def open_endpoint(folder: Path, **changed: Any) -> ConsumerEndpoint:
+    fields = {
+        "instance": "pd",
+        "platform": "cpu",
+        "pool": pool_name(),
+        "path": "tcp",
+        "control_address": f"ipc://{folder}/control",
+        "data_address": "tcp://127.0.0.1:*",
+        "secret_file": secret_file(),
+    }
+    config = InstanceConfig(**(fields | changed))
+    return ConsumerEndpoint(config, fingerprint="", pool_bytes=4096)
+
+
 @pytest.mark.parametrize("taken", ["control_address", "data_address"])
 def test_a_failed_endpoint_leaves_nothing(
     server: ControlServer, tmp_path: Path, taken: str
 ) -> None:
     pool = pool_name()
-    addresses = {
-        "control_address": f"ipc://{tmp_path}/control",
-        "data_address": "tcp://127.0.0.1:*",
-        "secret_file": secret_file(),
-    }
-
-    def open_endpoint(**changed: str) -> ConsumerEndpoint:
-        config = InstanceConfig(
-            instance="pd", platform="cpu", pool=pool, path="tcp", **(addresses | changed)
-        )
-        return ConsumerEndpoint(config, fingerprint="", pool_bytes=4096)
-
     with pytest.raises(TransportError):
-        open_endpoint(**{taken: server.address})
+        open_endpoint(tmp_path, pool=pool, **{taken: server.address})
     assert not (SHM_FOLDER / pool).exists()
-    open_endpoint().close()
+    open_endpoint(tmp_path, pool=pool).close()
     assert not (SHM_FOLDER / pool).exists()
 
 
 def test_transfer_is_verified_only_with_its_proof(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/control"
-    config = InstanceConfig(
-        instance="pd",
-        platform="cpu",
-        pool=pool_name(),
-        path="shm",
-        control_address=address,
-        secret_file=secret_file(),
-    )
-    endpoint = ConsumerEndpoint(config, fingerprint="", pool_bytes=4096)
     proof = Secret.read(secret_file()).sign_transfer("t", "item", address)
     signed = Announce(
         transfer_id="t", mm_hash="x", tensor=SPEC, producer=peer(), item_uuid="item", proof=proof
     )
-    try:
+    with closing(open_endpoint(tmp_path)) as endpoint:
         assert endpoint.verify_transfer(signed)
         assert not endpoint.verify_transfer(msgspec.structs.replace(signed, transfer_id="u"))
         assert not endpoint.verify_transfer(msgspec.structs.replace(signed, proof=""))
-    finally:
-        endpoint.close()
+
+
+def test_abort_of_a_load_reaches_the_loader_of_the_store(tmp_path: Path) -> None:
+    store = StoreSection(kind="file", path=str(tmp_path / "store"))
+    with closing(open_endpoint(tmp_path, store=store)) as endpoint:
+        endpoint.send(IDENTITY, Abort(transfer_id="t", attempt=9, reason="why"))
+        ((identity, reply),) = endpoint.receive()
+    assert identity == IDENTITY
+    assert isinstance(reply, Nack) and reply.code is NackCode.RELEASED
 
 
 def waited(server: ControlServer, timeout_s: float = DEADLINE_S) -> float:

@@ -1,20 +1,102 @@
-"""Items between two hosts, by every path that leaves one."""
+"""Items between two hosts, by every path that leaves one.
+
+Hosts are network namespaces joined by a cable, or loopback addresses in their place. A namespace
+has a loopback, a ``/dev/shm``, one address and a host identity of its own; the kernel takes it
+away, and the cable, with the process that holds it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import subprocess
 import uuid
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from epd_benchmarks.stand_in import TOKEN_BYTES, Command
+from epd_benchmarks.transfer import start_end
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.transfer import registry
 from epd_portable.transfer.pool import SHM_FOLDER
-from tests.integration.transfer.hosts import end, two_hosts
 from tests.keyring import secret_file
+
+ROOT = Path(__file__).parents[3]
+HOLD_S = 600
+"""After this a namespace ends whatever becomes of its test."""
+READY_S = 20.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """A place to start processes in.
+
+    Attributes:
+        address: At which others reach it.
+        enter: Beginning of commands that run there.
+    """
+
+    address: str
+    enter: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Make two hosts that reach each other."""
+    addresses = ("10.77.0.1", "10.77.0.2")
+    with contextlib.ExitStack() as stack:
+        try:
+            holders = [stack.enter_context(_namespace()) for _ in addresses]
+            _join(holders, addresses)
+        except (OSError, subprocess.CalledProcessError) as error:
+            stack.close()
+            print(f"no namespaces here, loopback addresses instead: {error}")
+            yield Host("127.0.0.2", ()), Host("127.0.0.3", ())
+            return
+        first, second = (
+            Host(address, ("nsenter", "--net", "--mount", f"--target={pid}"))
+            for address, pid in zip(addresses, holders, strict=True)
+        )
+        yield first, second
+
+
+@contextlib.contextmanager
+def _namespace() -> Iterator[int]:
+    # Of /sys, libraries learn which network cards there are.
+    mounts = "mount -t tmpfs tmpfs /dev/shm && mount -t sysfs sysfs /sys"
+    command = f"{mounts} && ip link set lo up && echo ready && exec sleep {HOLD_S}"
+    holder = subprocess.Popen(
+        ["unshare", "--net", "--mount", "sh", "-c", command], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    try:
+        if holder.stdout.readline() != "ready\n":
+            raise OSError("a namespace is not allowed")
+        yield holder.pid
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+
+
+def _join(holders: list[int], addresses: tuple[str, str]) -> None:
+    name = f"epd{uuid.uuid4().hex[:8]}"
+    cable = f"ip link add {name} netns {holders[0]} type veth peer name {name} netns {holders[1]}"
+    _run(cable)
+    for pid, address in zip(holders, addresses, strict=True):
+        there = f"nsenter --net --target={pid} ip"
+        _run(f"{there} address add {address}/24 dev {name}")
+        _run(f"{there} link set {name} up")
+
+
+def _run(command: str) -> None:
+    subprocess.run(command.split(), check=True, capture_output=True, timeout=READY_S)
+
 
 DEADLINE_S = 90.0
 CONTROL_PORT, DATA_PORT = 9301, 9302
@@ -34,7 +116,7 @@ def test_an_item_goes_from_one_host_to_another(tmp_path: Path, path: str) -> Non
         pytest.skip(missing)
     pool = f"epd-test-{uuid.uuid4().hex[:12]}"
     common = {"platform": "cpu", "path": path, "trusted_network": True}
-    env = {"EPD_TRACE_DIR": str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "EPD_TRACE_DIR": str(tmp_path)}
     if path == "nixl":
         # Processes of one machine would find each other's memory.
         env["UCX_TLS"] = "tcp"
@@ -55,7 +137,9 @@ def test_an_item_goes_from_one_host_to_another(tmp_path: Path, path: str) -> Non
             **common,
         )
         ends = [
-            stack.enter_context(end(host, role, config, {**env, "EPD_INSTANCE": config.instance}))
+            stack.enter_context(
+                start_end(role, config, {**env, "EPD_INSTANCE": config.instance}, enter=host.enter)
+            )
             for host, role, config in ((there, "consume", consumer), (here, "produce", producer))
         ]
         for each in ends:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -25,18 +26,21 @@ PRINT_SESSION = (
 )
 
 
-@pytest.fixture
-def other() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Return a process that waits, and its session."""
+@contextlib.contextmanager
+def process_with_session(program: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Yield a process that waits, and its session."""
     with subprocess.Popen(
-        [sys.executable, "-c", PRINT_SESSION],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         yield process, process.stdout.readline().strip()
         process.kill()
+
+
+@pytest.fixture
+def other() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with process_with_session(PRINT_SESSION) as found:
+        yield found
 
 
 def test_a_killed_process_is_gone(other: tuple[subprocess.Popen[str], str]) -> None:
@@ -77,15 +81,7 @@ ctypes.CDLL(None).syscall(EXIT_OF_ONE_THREAD, 0)
 
 
 def test_process_is_gone_when_its_last_thread_has_ended() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", LEADER_ENDS],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        session = process.stdout.readline().strip()
+    with process_with_session(LEADER_ENDS) as (process, session):
         while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             time.sleep(0.01)
         assert not process_is_gone(session)

@@ -15,7 +15,13 @@ from epd_portable.errors import TransportTimeoutError
 from epd_portable.platforms import registry
 from epd_portable.transfer.copies import DeviceCopies
 from epd_portable.transfer.paths.base import LeaseFence
-from epd_portable.transfer.paths.tcp import CHUNK_BYTES, MAX_REPLY_BYTES, TcpReceiver, TcpWriter
+from epd_portable.transfer.paths.tcp import (
+    CHUNK_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_REPLY_BYTES,
+    TcpReceiver,
+    TcpWriter,
+)
 from epd_portable.transfer.pool import SharedMemory
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.keyring import keys
@@ -73,6 +79,8 @@ NO_CHUNKS: dict[str, tuple[list[bytes], str]] = {
     "garbage": ([b"garbage"], "not a chunk"),
     "two of nothing": ([b"", b""], "not a chunk"),
     "half a header": ([chunk(SLOT, 0, 64)[:-1], b"x" * 64], "not a chunk"),
+    "longest header": ([bytes(MAX_HEADER_BYTES)], "Expected `array`"),
+    "longer header": ([bytes(MAX_HEADER_BYTES + 1)], "header of 4097 bytes, at most 4096"),
     "no bytes": ([chunk(SLOT, 0, 64)], "announced length"),
     "too few bytes": ([chunk(SLOT, 0, 64), b"x" * 63], "announced length"),
     "two pieces": ([chunk(SLOT, 0, 64), b"x" * 64, b"y"], "announced length"),

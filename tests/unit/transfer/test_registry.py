@@ -157,6 +157,8 @@ def test_each_path_is_described_or_has_a_reason(platform: str) -> None:
         assert usable == ["shm", "nixl", "collective", "tcp"]
         assert described["ipc"] == [False, NO_DEVICES.reason]
         assert "only when configured" in described["collective"][1]
+        assert described["shm"][1].endswith("; nothing is copied after that")
+        assert described["tcp"][1].endswith("; in host memory")
     else:
         offered = registry.offered("auto", platform, off_host=True)
         assert usable == [each.name for each in offered]
