@@ -21,8 +21,6 @@ def encoder_scheduler(base: type) -> type:
     from vllm.v1.engine import EngineCoreOutputs
 
     class EncoderScheduler(base):
-        """See the module."""
-
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             # Without KV cache vLLM turns chunks off; up to 0.31 it then never schedules a prompt

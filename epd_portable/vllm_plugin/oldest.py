@@ -19,8 +19,6 @@ def completed(base: type) -> type:
     from vllm.v1.request import RequestStatus
 
     class CompletedScheduler(base):
-        """See the module."""
-
         def __init__(self, **kwargs: Any) -> None:
             self.grammar_compile_error_reqs: set[str] = set()
             """Requests to fail with the next output; later versions have it for grammars."""

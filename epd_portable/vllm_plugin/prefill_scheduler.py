@@ -27,8 +27,6 @@ def prefill_scheduler(base: type) -> type:
     from vllm.v1.metrics.stats import SchedulerStats
 
     class PrefillScheduler(base):
-        """See the module."""
-
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._asleep: dict[str, Any] = {}
             self._jobs: dict[str, Any] = {}

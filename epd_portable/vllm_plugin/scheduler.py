@@ -43,8 +43,6 @@ def _attached(asynchronous: bool) -> type:
         base = completed(base)
 
     class EPDScheduler(base):  # type: ignore[misc,valid-type]
-        """See the module."""
-
         encoder_cache_manager: Any
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
