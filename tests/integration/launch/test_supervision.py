@@ -51,6 +51,7 @@ def test_process_killed_while_serving_restarts_on_its_port(
     run = launch(
         {"encode-0": ["--child", "--shm={shm}"], "front": [f"--problem={problem}"]},
         pauses_s=FAST_RESTART,
+        stop_grace_s=0.5,
     )
     # What went wrong when the front warmed up is said.
     assert any("serving all the same" in line and problem in line for line in run.lines)
@@ -101,7 +102,8 @@ def test_failed_restart_is_repeated_while_others_serve(launch: Launch) -> None:
 
 
 def test_killed_launcher_session_leaves_no_process(launch: Launch) -> None:
-    run = launch({"encode-0": ["--shm={shm}", "--child", "--renamed"], "front": ["--stubborn"]})
+    servers = {"encode-0": ["--shm={shm}", "--child", "--renamed"], "front": ["--stubborn"]}
+    run = launch(servers, stop_grace_s=0.5)
     assert not run.nothing_left()
     os.killpg(run.process.pid, signal.SIGKILL)
     run.process.wait(30)
