@@ -538,6 +538,8 @@ def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:
     store = of_files(tmp_path)
     store.save_caches([entry("cat", dtype="bfloat16", fill=5)])
     (path,) = files(tmp_path)
+    space, _, rest = key("cat").partition("-")  # Entries of other releases are found.
+    assert path == tmp_path / "epd-store-1" / space / rest[:2] / f"{space}-{rest}.safetensors"
     found = safetensors.load_file(path)["ec_cache"]
     assert (tuple(found.shape), found.dtype) == ((32, 64), torch.bfloat16)
     assert found.view(torch.uint8).eq(5).all()

@@ -87,6 +87,15 @@ def test_an_output_is_kept_until_its_transfers_end(sender: CountedSender, pd: Pr
     assert_nothing_is_kept(sender)
 
 
+def test_reset_fails_transfers_and_reports_none(sender: CountedSender, pd: PrefillSide) -> None:
+    pd.arrive("r", "cat", 10)
+    sender.submit(order("t-r", "cat", pd.address, 10), None)
+    sender.reset()
+    pd.step_until(lambda: not sender.in_flight)
+    sender.output_ready("cat", output("cat", 10))
+    assert (sender.progress.take_ended(), pd.placed) == (set(), [])
+
+
 def test_bad_addresses_harm_none(make_pd: Callable[..., PrefillSide], path: str) -> None:
     pd, sender = make_pd(), make_sender(path, wait_timeout_s=5.0)
     addresses = ("", "nonsense", "tcp://:x", "http://a:1", "\ud800")

@@ -43,6 +43,10 @@ def test_an_item_is_ordered_when_it_gets_room_and_once(desk: Desk) -> None:
     desk.cache.allocate(r, 1)
     assert desk.take("r") == [("tb", "b")]
     assert desk.take("r") == []
+    desk.dispatcher.reset()
+    again = desk.arrive("again", "a", {"ta": "a"})
+    assert desk.cache.check_and_update_cache(again, 0)
+    assert desk.take("again") == [("ta", "a")], "what was under way is forgotten"
 
 
 def test_item_space_is_held_until_its_transfers_end(desk: Desk) -> None:

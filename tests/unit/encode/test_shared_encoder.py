@@ -155,6 +155,7 @@ def test_failed_item_is_retried_once_and_then_fails(shared: Shared) -> None:
     assert shared.told == ["a"] and not shared.answered()
     shared.cache.not_encoded("a")
     shared.encoder.advance()
+    shared.encoder.fail(job, "it has ended")
     assert shared.answered() == [job] == shared.sent()
     shared.assert_all_room_is_back()
 

@@ -102,9 +102,12 @@ def test_evicted_item_of_the_same_step_is_not_restored() -> None:
 
 
 def test_copy_of_an_item_takes_all_host_memory() -> None:
-    worker = Worker(make(host_embeds=SIZES["cat"]))
-    worker.step(ask("cat"))
-    assert worker.host == {"cat"}
+    worker = Worker(make(host_embeds=SIZES["fox"]))
+    for number in range(60):
+        name = ("elk", "fox")[number % 2]
+        worker.step(each := ask(name, number))
+        assert worker.host == {name}
+        worker.cache.free(each)
 
 
 names = st.sampled_from(sorted(SIZES))
