@@ -133,8 +133,11 @@ def test_a_pool_larger_than_files_may_be_is_refused() -> None:
 def test_launcher_restarts_processes_without_writable_output(tmp_path: Path) -> None:
     run_id = secrets.token_hex(4)
     port = port_source(run_id)()
-    server = [sys.executable, "-m", "tests.integration.launch.stand_in", f"--port={port}"]
-    spec = {"name": "encode-0", "role": "encode", "argv": server, "env": {}, "ports": {}}
+    server = [sys.executable, "-m", "tests.integration.launch.front", f"--port={port}"]
+    server.append(f"--secret-file={tmp_path / 'secret'}")
+    (tmp_path / "secret").write_text("0" * 64)
+    (tmp_path / "secret").chmod(0o600)
+    spec = {"name": "front-0", "role": "front", "argv": server, "env": {}, "ports": {}}
     plan = {
         "run_id": run_id,
         "processes": [{**spec, "url": f"http://127.0.0.1:{port}"}],
