@@ -215,11 +215,11 @@ class Clients:
 
     def _metrics(self, number: int) -> str:
         response = self.client.get("/metrics")
-        return "" if response.status_code == httpx.codes.OK else response.text
+        return _problem(response)
 
     def _status(self, body: dict[str, Any]) -> str:
         response = self.client.post("/v1/chat/completions", json=body)
-        return "" if response.status_code == httpx.codes.OK else response.text
+        return _problem(response)
 
     @contextlib.contextmanager
     def _streaming(self, number: int, **extra: Any) -> Iterator[httpx.Response]:
@@ -242,9 +242,16 @@ class Clients:
         try:
             response = self.client.post("/v1/chat/completions", json=body, timeout=patience_s)
         except httpx.TimeoutException:
+            self.counts["aborted"] += 1
             return ""
         # On a loaded machine a client may run again when its response is there.
-        return "" if response.status_code == httpx.codes.OK else response.text
+        return _problem(response)
+
+
+def _problem(response: httpx.Response) -> str:
+    """Return what is wrong with a response, if its status is not 200."""
+    well = response.status_code == httpx.codes.OK
+    return "" if well else f"status {response.status_code}: {response.text}"
 
 
 def image(seed: int) -> dict[str, Any]:
@@ -331,6 +338,8 @@ def report(series: Series, clients: Clients, deaths: int) -> int:
     problems = [*growth(series), *clients.failed[:20]]
     if clients.wrong > MOST_WRONG * clients.counts["described"]:
         problems.append("too many images are described wrongly")
+    if not clients.counts["aborted"]:
+        problems.append("no request was aborted")
     if not deaths:
         problems.append(f"{VICTIM} was never killed")
     for each in problems:

@@ -272,9 +272,10 @@ class FrontMiddleware:
                 await self._app(scope, bounded, noted)
             except (RequestError, ClientDisconnect) as failure:
                 one.failure = one.failure or failure
-            except Exception:
+            except Exception as error:
                 if one.begun or not self._stops():
                     raise
+                logger.warning("a request failed while this server was stopped", exc_info=error)
                 one.failure = one.failure or _STOPPED
             if one.begun or one.failure is None:
                 return

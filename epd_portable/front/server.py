@@ -81,6 +81,8 @@ class Front(compat.passing_errors(AsyncLLM)):  # type: ignore[misc]
         try:
             return await super().add_request(*args, **kwargs)
         except EngineDeadError:
+            if not self.engine_core.is_draining:
+                raise  # vLLM's output handler has failed: vLLM ends the server.
             error = UnavailableError("this server is being stopped")
             current().refuse(error)
             raise error from None

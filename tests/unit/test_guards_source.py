@@ -6,6 +6,8 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
+import pytest
+
 from tests.kit import sources
 from tests.kit.commands import run
 from tests.kit.prose import BANNED
@@ -140,6 +142,26 @@ def test_vendor_names_outside_platforms_need_a_reason() -> None:
     assert not found, "take the name from the platform, or add a reason here"
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        'if platform.name == "npu": ...',
+        'if "cuda" != kind: ...',
+        'match kind:\n    case "npu": ...',
+        'device.startswith("npu:")',
+        'x = 1 if device.type == "cuda" else 2',
+        '{"cpu": f, "other": g}[kind]()',
+        "if platform.name == wanted: ...",
+        "[p for p in all if p.traits.device_type in GPUS]",
+        "match traits.dist_backend:\n    case HCCL: ...",
+        "if tensor.is_npu: ...",
+        "if current_platform.is_cpu(): ...",
+    ],
+)
+def test_each_branch_on_a_vendor_is_found(source: str) -> None:
+    assert list(vendor_branches([*ast.walk(ast.parse(source))]))
+
+
 # No file names a registry, but for one index.
 
 REGISTRY = re.compile(
@@ -178,6 +200,32 @@ DANGERS = re.compile(
 def test_code_deserializes_no_objects() -> None:
     found = {str(path): found[0] for path in modules() if (found := DANGERS.search(text(path)))}
     assert not found, "decode into named types instead (wire.codec.reader)"
+
+
+@pytest.mark.parametrize(
+    ("source", "is_dangerous"),
+    [
+        ("import pickle", True),
+        ("    from pickle import loads", True),
+        ("torch.load(path)", True),
+        ("from torch import load", True),
+        ("np.loadtxt(path, allow_pickle=True)", True),
+        ("yaml.load(text, Loader=yaml.SafeLoader)", True),
+        ("yaml.unsafe_load(text)", True),
+        ("socket.recv_pyobj()", True),
+        ("self._connection.recv()", True),
+        ("connection.send(request)", True),
+        ("dist.broadcast_object_list(items)", True),
+        ("x = eval(text)", True),
+        ("yaml.compose(text, Loader=yaml.SafeLoader)", False),
+        ("connection.recv_bytes(4096)", False),
+        ("socket.recv()", False),
+        ("group.send(tensor, timeout_s)", False),
+        ("re.compile(text)", False),
+    ],
+)
+def test_each_danger_is_found_and_nothing_else(source: str, is_dangerous: bool) -> None:
+    assert bool(DANGERS.search(source)) == is_dangerous
 
 
 # Folders and variables of the user come from one module.

@@ -255,6 +255,7 @@ async def test_media_urls_are_fetched_by_vllms_connector(serve: Serve) -> None:
     names = {"allowed_domains": [f"127.0.0.1:{site.port}"], "allowed_networks": ["127.0.0.0/8"]}
     http, _ = serve(fetching, media={"urls": names})
     closed, _ = serve(fetching)
+    few, _ = serve(fetching, media={"urls": names, "max_items": 1})
     try:
         await closed.get("/health")
         refused = await closed.post(CHAT, content=f"http://127.0.0.1:{site.port}/a.png".encode())
@@ -265,6 +266,9 @@ async def test_media_urls_are_fetched_by_vllms_connector(serve: Serve) -> None:
         assert served.text.startswith("(")
         missing = await http.post(CHAT, content=f"http://127.0.0.1:{site.port}/b.png".encode())
         assert (missing.status_code, missing.json()["error"]["code"]) == (400, "media_url_failed")
+        await few.get("/health")  # What is fetched counts: the application fetches twice.
+        beyond = await few.post(CHAT, content=f"http://127.0.0.1:{site.port}/a.png".encode())
+        assert "front.media.max_items" in beyond.text
     finally:
         await site.stop()
 
@@ -469,7 +473,9 @@ async def test_failed_application_counts_with_the_status_that_was_sent(
 
 
 @pytest.mark.parametrize("raises", [False, True])
-async def test_fault_of_the_application_during_a_stop_is_503(serve: Serve, raises: bool) -> None:
+async def test_fault_of_the_application_during_a_stop_is_503(
+    serve: Serve, raises: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """The renderer of prompts has ended then."""
 
     def failing(*_: Any) -> ASGIApp:
@@ -483,6 +489,7 @@ async def test_fault_of_the_application_during_a_stop_is_503(serve: Serve, raise
     http, client = serve(failing)
     client.is_draining = True
     reply = await http.post(CHAT, content=b"{}")
+    assert ("cannot schedule new futures" in caplog.text) is raises
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "2")
     assert "this server is being stopped" in reply.json()["error"]["message"]
     page = generate_latest(client.metrics.registry).decode()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from epd_portable.errors import RequestError
 from epd_portable.front.client import SplitClient
@@ -38,6 +39,8 @@ async def test_new_request_during_a_stop_gets_503_and_open_ones_end(
     await until_async(lambda: client.is_draining)
     with pytest.raises(GracefulHTTPError, match="this server is being stopped"):
         await ask(front, "new")
+    # vLLM had registered it, and its siblings.
+    assert len(front.output_processor.request_states) == 1
     # vLLM renders prompts in a thread, which it ends at a stop.
     renderer = front.renderer
     await renderer.tokenize_prompts_async([{"prompt": "a"}], renderer.default_cmpl_tok_params)
@@ -55,6 +58,20 @@ async def test_request_rendered_during_a_stop_gets_503(client: SplitClient, fron
         await ask(front, "rendered")
     assert isinstance(one.failure, RequestError)
     assert one.failure.status == 503
+
+
+async def test_failed_output_handler_is_no_stop(client: SplitClient, front: Front) -> None:
+    """vLLM then ends its server."""
+    Engine(client, "pd-0")
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ValueError("a fault of vLLM's output processor")
+
+    front.output_processor.process_outputs = fail
+    with pytest.raises(EngineGenerateError):
+        await ask(front, "first")
+    with pytest.raises(EngineDeadError):
+        await ask(front, "second")
 
 
 @pytest.mark.parametrize(

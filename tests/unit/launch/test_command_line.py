@@ -128,10 +128,18 @@ def test_an_error_is_one_line_of_json_where_json_is_asked_for(name: str) -> None
     [
         ("secret_file: /no/such", "secret_file: cannot be read: No such file"),
         ("transfer: {pool_bytes: 9000TiB}", "transfer.pool_bytes: 1 × 9437184000 MiB do not fit"),
+        (
+            "instances: {encode: {count: 0}, prefill_decode: {count: 0}, prefill: {count: 1}, "
+            "decode: {count: 1}}",
+            "NixlConnector needs the module 'nixl', which is not here: pip install epd-portable",
+        ),
     ],
-    ids=["missing file", "no space"],
+    ids=["missing file", "no space", "missing module"],
 )
-def test_plan_warns_of_what_up_refuses(tmp_path: Path, settings: str, refusal: str) -> None:
+def test_plan_warns_of_what_up_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str, refusal: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
     make_secret_file(str(tmp_path / "s"))
     config = tmp_path / "t.yaml"
     config.write_text(f"model: demo\n{settings}\n".replace(": s\n", f": {tmp_path / 's'}\n"))
