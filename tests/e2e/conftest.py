@@ -257,7 +257,7 @@ def start(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
         yield begin
 
 
-def every_instance_is_up(split: Split) -> bool:
+def every_instance_is_up(split: Split, *joined: str) -> bool:
     """Tell whether the front sends requests to every engine that it knows, and items to encoders.
 
     An encoder that has just started is up, and gets no items before its warm-up has ended.
@@ -266,7 +266,7 @@ def every_instance_is_up(split: Split) -> bool:
         counts = client.get("/health").json()["counts"]
         if counts["up"] < sum(counts.values()):
             return False
-        engines = [name for name in names(split.pid) if name != "front"]
+        engines = [name for name in (*names(split.pid), *joined) if name != "front"]
         pages = [client.get(f"/epd/instances/{name}/health") for name in engines]
     return len(pages) == counts["up"] and all(page.status_code == 200 for page in pages)
 

@@ -10,8 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.conftest import Pair, running, serving
-from tests.e2e.two_encoders.deployment import HOST, SETTINGS, Deployment, epd_launch, other_launcher
+from tests.e2e.conftest import Pair, every_instance_is_up, running, serving
+from tests.e2e.engines import wait_until
+from tests.e2e.two_encoders.deployment import (
+    HOST,
+    JOINED,
+    SETTINGS,
+    Deployment,
+    epd_launch,
+    other_launcher,
+)
 from tests.forked import Popen
 
 
@@ -28,4 +36,5 @@ def deployment(
         other = other_launcher(split, secret_file, fork)
         pair = Pair(split=split, reference_url=reference_url)
         with serving(other):
+            wait_until(lambda: every_instance_is_up(split, JOINED), "both encoders get items")
             yield Deployment(pair=pair.since_now(), secret_file=secret_file, other=other)
