@@ -20,7 +20,7 @@ endif
 .PHONY: help env check unit test full mutants npu-sim faults engines hooks perf demo clean
 
 help:  ## List the commands
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z%-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  PLATFORM=cpu|cuda|npu chooses what is installed (default: cpu);"
 	@echo "  for env and demo also npu-sim: the real torch_npu over a simulated Ascend runtime."
 
@@ -36,6 +36,10 @@ unit: env  ## Run the unit tests (half a minute, no engine)
 test: env  ## Run the checks and what of the tests fits twelve minutes on two cores
 	@ci/system_packages.sh
 	@$(PYTHON) -m ci.suite
+
+test-%: env  ## Run one piece of `make test`, such as test-faults; a wrong name lists all
+	@ci/system_packages.sh
+	@$(PYTHON) -m ci.suite $*
 
 full:  ## Run all tests, what `make test` leaves out too, for hours; again to go on where it ended
 	@ci/jobs/full.sh

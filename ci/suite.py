@@ -286,8 +286,8 @@ def interrupt(piece: subprocess.Popen[bytes]) -> None:
 
 
 def log_name(piece: str) -> str:
-    """Return what files of a piece are called."""
-    return piece.replace(" ", "_")
+    """Return the name of a piece for files and commands."""
+    return piece.lower().replace(" ", "-")
 
 
 _printing = threading.Lock()
@@ -342,10 +342,23 @@ def stopping(suite: Suite) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def chosen(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Piece]:
+    """Return the pieces to run; ends with an error that lists the names if one is unknown."""
+    found = {log_name(each.name): each for each in pieces(full=options.full)}
+    if unknown := [name for name in options.only if name not in found]:
+        parser.error(f"no piece is named {', '.join(unknown)}: {', '.join(found)}")
+    names = {found[name].name for name in options.only or found}
+    needed = {each.needs for each in found.values() if each.name in names}
+    return [each for each in found.values() if each.name in names | needed]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run from the command line; return 0 if everything passed."""
     parser = argparse.ArgumentParser(
         prog="python -m ci.suite", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "only", nargs="*", metavar="PIECE", help="run only these pieces, and what they need"
     )
     parser.add_argument("--full", action="store_true", help="run also what `make test` leaves out")
     parser.add_argument(
@@ -355,12 +368,12 @@ def main(argv: list[str] | None = None) -> int:
     FOLDER.mkdir(exist_ok=True)
     key = f"{commit()} {'full' if options.full else 'short'}"
     kept = json.loads(STATE.read_text("utf-8")) if STATE.is_file() else {}
-    suite = Suite(pieces(full=options.full), set(kept.get(key, ())) if options.resume else set())
+    suite = Suite(chosen(parser, options), set(kept.get(key, ())) if options.resume else set())
     started = time.monotonic()
     with stopping(suite):
         suite.run()
     passed = {name for name, outcome in suite.outcomes.items() if outcome.status == 0}
-    if commit():
+    if commit() and not options.only:
         STATE.write_text(json.dumps({key: sorted(passed | suite.done)}), "utf-8")
     say("\n".join([f"{time.monotonic() - started:.0f} s in all", *table(suite)]))
     if any(outcome.status == EXIT_UNAVAILABLE for outcome in suite.outcomes.values()):

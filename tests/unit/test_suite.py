@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -94,6 +95,21 @@ def test_suite_passes_without_an_npu_environment() -> None:
     assert suite.verdict(done) == 0
     other = run(piece("other", f"raise SystemExit({suite.EXIT_UNAVAILABLE})"))
     assert suite.verdict(other) == 1
+
+
+def test_named_pieces_run_with_what_they_need(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = [piece("some environment"), piece("npu A", needs="some environment"), piece("other")]
+    monkeypatch.setattr(suite, "pieces", lambda full: made)
+    assert suite.main(["npu-a"]) == 0
+    assert re.findall(r"suite: (.*): exit status 0", capsys.readouterr().out) == [
+        "some environment",
+        "npu A",
+    ]
+    with pytest.raises(SystemExit):
+        suite.main(["npu-b"])
+    assert "no piece is named npu-b: some-environment, npu-a, other" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("full", [False, True])
