@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.asking import ask, assert_equal, picture
 from tests.e2e.cases import ASK
-from tests.e2e.conftest import ROOT, Pair
+from tests.e2e.conftest import ROOT, Pair, every_instance_is_up
 from tests.e2e.engines import RESTART_S, config_of, named, wait_until
 from tests.e2e.equality import FloatSmoke
 from tests.forked import Popen
@@ -37,6 +37,7 @@ def pair(
     ]
     folder = tmp_path_factory.mktemp("apart")
     with simulated(folder, settings, popen=npu_fork) as split:
+        wait_until(lambda: every_instance_is_up(split), "the encode engine gets items")
         yield Pair(split=split, reference_url=reference_url)
 
 
