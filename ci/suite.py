@@ -230,7 +230,7 @@ class Suite:
         return self._execute(piece)
 
     def _execute(self, piece: Piece) -> Outcome:
-        log = FOLDER / f"{log_name(piece.name)}.log"
+        log = FOLDER / f"{short_name(piece.name)}.log"
         say(f"{piece.name}: started (log: {FOLDER.name}/{log.name})")
         started = time.monotonic()
         # What one process has compiled, pytest's own form of the tests included, all others read.
@@ -285,7 +285,7 @@ def interrupt(piece: subprocess.Popen[bytes]) -> None:
         os.killpg(piece.pid, signal.SIGINT)
 
 
-def log_name(piece: str) -> str:
+def short_name(piece: str) -> str:
     """Return the name of a piece for files and commands."""
     return piece.lower().replace(" ", "-")
 
@@ -344,7 +344,7 @@ def stopping(suite: Suite) -> Iterator[None]:
 
 def chosen(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Piece]:
     """Return the pieces to run; ends with an error that lists the names if one is unknown."""
-    found = {log_name(each.name): each for each in pieces(full=options.full)}
+    found = {short_name(each.name): each for each in pieces(full=options.full)}
     if unknown := [name for name in options.only if name not in found]:
         parser.error(f"no piece is named {', '.join(unknown)}: {', '.join(found)}")
     names = {found[name].name for name in options.only or found}

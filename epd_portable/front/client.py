@@ -43,6 +43,7 @@ from epd_portable.front.request import (
     FullError,
     ItemJobs,
     OpenRequest,
+    StoppedError,
     UnavailableError,
     new_transfer,
     selection_of,
@@ -284,7 +285,7 @@ class SplitClient(AsyncMPClient):
                 HTTPStatus.BAD_REQUEST,
             )
         if self.is_draining:
-            raise UnavailableError("this server is being stopped")
+            raise StoppedError
         one = OpenRequest(self._parts.divide(request) if self._parts.most > 1 else request)
         one.exchange.names.update(dict.fromkeys(each.item_uuid for each in one.items))
         one.selection = selection_of(self._pool, self._policy, one)

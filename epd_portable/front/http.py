@@ -31,11 +31,12 @@ from epd_portable.front.engines import Engines
 from epd_portable.front.exchange import LEFT_OUT, FrontExchange, exchange
 from epd_portable.front.headers import of_response, read_hints
 from epd_portable.front.media_urls import UrlFetcher, fetching_by
+from epd_portable.front.request import StoppedError
 from epd_portable.log import access_log
 from epd_portable.media.limits import check_settings
 from epd_portable.placement.instances import EngineSettings, InstanceState
 from epd_portable.placement.profiles.selection_types import SESSION_HEADER
-from epd_portable.responses import RETRY_AFTER_S, body_timeout, error_reply, unavailable
+from epd_portable.responses import RETRY_AFTER_S, body_timeout, error_reply
 from epd_portable.vllm_plugin import media_bounds
 
 logger = logging.getLogger(__name__)
@@ -236,7 +237,7 @@ class FrontMiddleware:
                 return  # vLLM's response to the failure is not sent.
             if message["type"] == "http.response.start":
                 if message["status"] == 500 and self._stops():
-                    one.failure = _STOPPED
+                    one.refuse(StoppedError())
                     return
                 one.status = message["status"]
                 given = dict(message["headers"]).get(b"x-request-id", b"")
@@ -276,7 +277,7 @@ class FrontMiddleware:
                 if one.begun or not self._stops():
                     raise
                 logger.warning("a request failed while this server was stopped", exc_info=error)
-                one.failure = one.failure or _STOPPED
+                one.refuse(StoppedError())
             if one.begun or one.failure is None:
                 return
             if isinstance(one.failure, RequestError):
@@ -420,7 +421,6 @@ def _line_of(scope: Scope, one: FrontExchange, begun: float) -> str:
     return json.dumps({name: each for name, each in line.items() if each or name in needed})
 
 
-_STOPPED = unavailable("this server is being stopped: try again in a few seconds")
 _UNAUTHORIZED = JSONResponse({"error": "Unauthorized"}, 401, {"www-authenticate": "Bearer"})
 """vLLM's response to a request without a valid key, with the header that HTTP requires."""
 

@@ -71,6 +71,13 @@ class UnavailableError(GracefulHTTPError):
         super().__init__(f"{message}: try again in a few seconds", HTTPStatus.SERVICE_UNAVAILABLE)
 
 
+class StoppedError(UnavailableError):
+    """The front is being stopped: 503."""
+
+    def __init__(self) -> None:
+        super().__init__("this server is being stopped")
+
+
 class FullError(GracefulHTTPError):
     """Encode engines have as many items as they take, and no other engine encodes: 429."""
 

@@ -37,7 +37,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from epd_portable.front import connections
 from epd_portable.front.client import FrontSettings, SplitClient
 from epd_portable.front.exchange import current
-from epd_portable.front.request import UnavailableError
+from epd_portable.front.request import StoppedError
 from epd_portable.front.warm_up import WarmUp
 from epd_portable.vllm_plugin import compat, exposition
 
@@ -83,7 +83,7 @@ class Front(compat.passing_errors(AsyncLLM)):  # type: ignore[misc]
         except EngineDeadError:
             if not self.engine_core.is_draining:
                 raise  # vLLM's output handler has failed: vLLM ends the server.
-            error = UnavailableError("this server is being stopped")
+            error = StoppedError()
             current().refuse(error)
             raise error from None
 

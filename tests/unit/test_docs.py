@@ -168,7 +168,7 @@ def test_paths_in_code_font_exist(document: Path) -> None:
 
 def test_make_targets_in_the_pages_exist() -> None:
     targets = re.findall(r"^([a-z-]+):", text(ROOT / "Makefile"), re.MULTILINE)
-    targets += [f"test-{suite.log_name(piece.name)}" for piece in suite.pieces(full=False)]
+    targets += [f"test-{suite.short_name(piece.name)}" for piece in suite.pieces(full=False)]
     for page in (*PAGES, ROOT / "CONTRIBUTING.md"):
         # After "make" in prose come other words; a target stands at the begin of a command.
         named = [m for line in commands(page) for m in re.findall(r"^ *make ([a-z-]+)", line)]
