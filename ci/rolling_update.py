@@ -48,6 +48,8 @@ FIRST_DIRECT = 100_000
 """Seed of the first image that is sent to a front directly."""
 MOST_DIRECT = 40
 """Images until each encode engine has got one of them."""
+AT_ONCE = 8
+"""Images at once: one by one, all may go to the engine that encoded a little faster."""
 PARTS = 3
 """Engines of a front: one that generates, two that encode."""
 SETTINGS = (
@@ -225,10 +227,13 @@ class Deployment:
             version = httpx.get(f"{front.url}/version", trust_env=False, timeout=60).json()
             wanted = {f"encode-0@{each.log.parent.name}" for each in self.encoders}
             missing = set(wanted)
-            for number in itertools.islice(self._numbers, MOST_DIRECT):
-                answer = send(front.url, number)
-                self.direct[number] = answer
-                missing -= {each.get("encoder", "") for each in answer.items}
+            for _ in range(MOST_DIRECT // AT_ONCE):
+                numbers = [*itertools.islice(self._numbers, AT_ONCE)]
+                with ThreadPoolExecutor(AT_ONCE) as pool:
+                    answers = pool.map(partial(send, front.url), numbers)
+                self.direct.update(zip(numbers, answers, strict=True))
+                for number in numbers:
+                    missing -= {each.get("encoder", "") for each in self.direct[number].items}
                 if not missing:
                     break
             else:

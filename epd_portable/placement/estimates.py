@@ -18,7 +18,7 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from epd_portable.config.roles import Role
 from epd_portable.media.limits import RequestItem
@@ -27,6 +27,8 @@ _NEW_ITEM = 0.2
 """Weight of the latest item in the average."""
 _JOBS = 5
 """Latest jobs of an encoder for items of one size, of which more than half must be known."""
+_DOUBT = 100
+"""Time of all jobs, in times of an encoder, after which it is taken for the average again."""
 _NEW_RESPONSE = 0.05
 """Weight of the latest response in the average."""
 _FORGET = 1.001
@@ -35,6 +37,8 @@ _FORGET = 1.001
 _PACE_S = 10.0
 """Busy time over which a pace is observed; what is older fades."""
 
+_Kind: TypeAlias = tuple[str, int]
+"""Modality, and the power of two of the number of pixels."""
 K = TypeVar("K", bound=Hashable)
 _Found = TypeVar("_Found")
 
@@ -43,23 +47,41 @@ class EncodeTimes:
     """Seconds that encoders take for an item, by modality and size.
 
     Of all together the average. Of each the median of a few jobs: a first one that loads kernels,
-    and a busy moment, make no encoder slow.
+    and a busy moment, make no encoder slow. An encoder that was slow and got no items since is
+    taken for the average once more, until its next job. Of the time of all jobs these take a few
+    hundredths at most.
     """
 
     def __init__(self) -> None:
-        self._averages: dict[tuple[str, int], float] = {}
-        self._jobs: defaultdict[str, dict[tuple[str, int], deque[float]]] = defaultdict(dict)
-        self._medians: defaultdict[str, dict[tuple[str, int], float]] = defaultdict(dict)
+        self._averages: dict[_Kind, float] = {}
+        self._jobs: defaultdict[_Kind, dict[str, deque[float]]] = defaultdict(dict)  # Latest last.
+        self._medians: defaultdict[str, dict[_Kind, float]] = defaultdict(dict)
+        self._spent_s: defaultdict[_Kind, float] = defaultdict(float)
 
     def observe(self, item: RequestItem, seconds: float, encoder: str) -> None:
         """Take in one encode job of an encoder, given by its name."""
         kind = item.modality, item.pixels.bit_length()
         average = self._averages.get(kind, seconds)
         self._averages[kind] = average + _NEW_ITEM * (seconds - average)
-        jobs = self._jobs[encoder].setdefault(kind, deque(maxlen=_JOBS))
-        jobs.append(seconds)
-        if len(jobs) > _JOBS // 2:
-            self._medians[encoder][kind] = statistics.median_low(jobs)
+        jobs = self._jobs[kind]
+        jobs[encoder] = own = jobs.pop(encoder, None) or deque(maxlen=_JOBS)
+        own.append(seconds)
+        if len(own) > _JOBS // 2:
+            self._medians[encoder][kind] = statistics.median_low(own)
+        self._spent_s[kind] += seconds
+        for longest_ago in (each for each in jobs if kind in self._medians[each]):
+            if self._spent_s[kind] >= _DOUBT * self._medians[longest_ago][kind]:
+                self._doubt(kind, longest_ago)
+            break
+
+    def _doubt(self, kind: _Kind, encoder: str) -> None:
+        """Take an encoder for the average until its next job, which decides with the two before."""
+        jobs = self._jobs[kind]
+        jobs[encoder] = own = jobs.pop(encoder)
+        while len(own) > _JOBS // 2:
+            own.popleft()
+        self._medians[encoder][kind] = self._averages[kind]
+        self._spent_s[kind] = 0.0
 
     def of(self, item: RequestItem, encoder: str = "") -> float:
         """Return the seconds that an encoder takes for an item; 0 for an unknown size.
@@ -74,8 +96,9 @@ class EncodeTimes:
 
     def forget(self, encoder: str) -> None:
         """Drop what is known of an encoder that has left."""
-        self._jobs.pop(encoder, None)
         self._medians.pop(encoder, None)
+        for jobs in self._jobs.values():
+            jobs.pop(encoder, None)
 
 
 class Work:
