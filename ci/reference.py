@@ -229,7 +229,7 @@ INTERFACES = {
     "platforms/base.py": ("Platform",),
     "transfer/stores/base.py": ("Entry", "Store"),
     "placement/profiles/selection_types.py": (
-        *("SelectionRequest", "Candidate", "Filter", "Scorer", "ScorePicker", "Decider"),
+        *("SelectionRequest", "Filter", "Scorer", "ScorePicker", "Decider"),
     ),
 }
 """Module of the package: its classes that others implement or get."""

@@ -52,12 +52,12 @@ from epd_portable.front.spans import Spans
 from epd_portable.placement.admission import AdmissionControl
 from epd_portable.placement.assignment import (
     MAX_PD_ATTEMPTS,
+    THRESHOLDS,
     Assignment,
     By,
     EncodeFailure,
     RetryBudget,
     assign_items,
-    elastic_encoding,
     or_own,
 )
 from epd_portable.placement.instances import EngineSettings, Instance, WentDownError, while_up
@@ -426,7 +426,7 @@ class SplitClient(AsyncMPClient):
             ways = [each for each in ways if each.item.item_uuid not in one.missing]
             self._leave_out(one)
         if engine_id == one.core.request_id:
-            self._count(ways)
+            self._count(ways, engine)
         client = engine.client
         if client is None:
             one.again = f"engine {engine.name} is down"
@@ -515,27 +515,27 @@ class SplitClient(AsyncMPClient):
             for name in one.selection.stay(one.items, engine.instance):
                 if settled.get(name) != "stored":
                     settled[name] = "local_first"
-        elastic = None
+        threshold = None
         if self._is_elastic and one.selection.is_elastic and own is None:
-            elastic = elastic_encoding(engine.busy, self.settings.encode_priority)
+            threshold = THRESHOLDS[self.settings.encode_priority].get(engine.busy)
         return assign_items(
             one.items,
             engine.instance,
             choose if own is None else or_own(own, choose),
             self._pool.encode_times,
             settled=settled,
-            elastic=elastic,
+            threshold=threshold,
         )
 
-    def _count(self, ways: Iterable[Assignment[FrontItem]]) -> None:
+    def _count(self, ways: Iterable[Assignment[FrontItem]], engine: FrontEngine) -> None:
         for each in ways:
             if each.by in ("held", "stored"):
                 continue
             self._pool.work.item_came(each.item, self._pool.encode_times.of(each.item))
             if each.by != "encoder":
                 self.metrics.items.labels(each.by).inc()
-            if each.elastic:
-                self.metrics.elastic.labels(each.elastic).inc()
+            if each.is_elastic:
+                self.metrics.elastic.labels(engine.busy).inc()
 
     def _for_engine(
         self,

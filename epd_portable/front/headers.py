@@ -15,11 +15,12 @@ from typing import TypeVar
 import msgspec
 
 from epd_portable.config.api_keys import ApiKeys
+from epd_portable.config.roles import Stage
 from epd_portable.errors import RequestError
 from epd_portable.front.exchange import FrontExchange, GracefulHTTPError
 from epd_portable.front.request import EngineChoices, FrontItem
 from epd_portable.placement.instances import EndpointPool, Instance
-from epd_portable.placement.profiles.selection_types import Decision, Stage
+from epd_portable.placement.profiles.selection_types import Decision
 
 KEY = "x-epd-gateway-key"
 PREFILLER = "x-prefiller-host-port"

@@ -24,6 +24,7 @@ import anyio
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
+from epd_portable.config.roles import Stage
 from epd_portable.config.secret import Secret
 from epd_portable.front.engines import Engines
 from epd_portable.front.exchange import FrontExchange, GracefulHTTPError, exchange
@@ -49,7 +50,7 @@ from epd_portable.placement.instances import (
     while_up,
 )
 from epd_portable.placement.profiles.policy import BLOCK_TOKENS, Policy
-from epd_portable.placement.profiles.selection_types import Decision, SelectionRequest, Stage
+from epd_portable.placement.profiles.selection_types import Decision, SelectionRequest
 from epd_portable.transfer.stores.lookup import StoredItem
 from epd_portable.vllm_plugin.requests import blocks_of, encode_request, without_items
 from epd_portable.vllm_plugin.video_parts import is_part

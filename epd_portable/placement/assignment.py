@@ -72,38 +72,19 @@ class RetryBudget:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class ElasticEncoding:
-    """Conditions for local encoding by choice.
-
-    Attributes:
-        busy: Whether it computes for others.
-        threshold: Encoders must take so many times longer.
-    """
-
-    busy: Busy
-    threshold: float
-
-
-def elastic_encoding(busy: Busy, priority: EncodePriority = "balanced") -> ElasticEncoding | None:
-    """Return when an instance encodes by choice; ``None`` for never."""
-    threshold = THRESHOLDS[priority].get(busy)
-    return None if threshold is None else ElasticEncoding(busy, threshold)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment(Generic[ItemT]):
     """Origin of one item.
 
     Attributes:
         encoder: First encoder, with ``encoder``.
-        elastic: Whether the prefill+decode instance is busy, if elastic encoding chose it.
+        is_elastic: Elastic encoding chose it.
     """
 
     item: ItemT
     by: By
     encoder: Instance | None = None
-    elastic: Busy | None = None
+    is_elastic: bool = False
 
 
 def assign_items(
@@ -113,31 +94,32 @@ def assign_items(
     times: EncodeTimes,
     *,
     settled: Mapping[str, By],
-    elastic: ElasticEncoding | None = None,
+    threshold: float | None = None,
 ) -> list[Assignment[ItemT]]:
     """Return the origin of each of some distinct items, in their order.
 
     Args:
         here: Prefill+decode instance that needs them.
         settled: Origins without a choice, by ``item_uuid``.
-        elastic: When ``here`` encodes by choice; ``None`` for never.
+        threshold: Encoders must take so many times longer for ``here`` to encode by choice, see
+            `THRESHOLDS`; ``None`` for never.
     """
     encoders = _choose_encoders([e for e in items if e.item_uuid not in settled], choose, times)
     first: Collection[str] = ()
     chosen = [encoder for encoder in encoders.values() if encoder is not None]
-    if elastic is not None and len(chosen) == len(encoders):
+    if threshold is not None and len(chosen) == len(encoders):
         open_items = [item for item in items if item.item_uuid in encoders]
         here_s = [times.of(item) for item in open_items]
         there_s = [times.of(item, each.name) for item, each in zip(open_items, chosen, strict=True)]
-        count = count_local_first(here_s, there_s, chosen, here, elastic.threshold)
+        count = count_local_first(here_s, there_s, chosen, here, threshold)
         first = [*encoders][:count]
     found = []
     for item in items:
         encoder = encoders.get(item.item_uuid)
         if by := settled.get(item.item_uuid):
             found.append(Assignment(item=item, by=by))
-        elif elastic is not None and item.item_uuid in first:
-            found.append(Assignment(item=item, by="local_first", elastic=elastic.busy))
+        elif item.item_uuid in first:
+            found.append(Assignment(item=item, by="local_first", is_elastic=True))
         elif encoder is here:
             found.append(Assignment(item=item, by="local_first"))
         elif encoder is not None:
@@ -196,7 +178,7 @@ def count_local_first(
         there_s: Seconds that each takes at its encoder.
         encoders: Encoder of each item otherwise.
         here: The prefill+decode instance.
-        threshold: See `ElasticEncoding`.
+        threshold: See `THRESHOLDS`.
     """
     end_s = {encoder: encoder.pending_encode_s for encoder in encoders}
     for job_s, encoder in zip(there_s, encoders, strict=True):

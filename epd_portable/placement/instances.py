@@ -355,7 +355,7 @@ class Backlog:
 
 
 class Instance(Backlog):
-    """An instance, with its backlog; a `Candidate` of `epd_portable.placement.profiles`.
+    """An instance, with its backlog.
 
     Attributes:
         labels: Labels of the settings, and the role as ``llm-d.ai/role``.

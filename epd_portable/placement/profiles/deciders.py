@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Literal
 
+from epd_portable.config.roles import Stage
+from epd_portable.placement.instances import Instance
 from epd_portable.placement.profiles.filters import Count, CountOrZero, Name, Parameters
-from epd_portable.placement.profiles.selection_types import Candidate, SelectionRequest, Stage
+from epd_portable.placement.profiles.selection_types import SelectionRequest
 
 
 class _Always(Parameters):
-    def disaggregate(self, request: SelectionRequest, decode: Candidate | None) -> bool:
+    def disaggregate(self, request: SelectionRequest, decode: Instance | None) -> bool:
         return True
 
 
@@ -28,7 +30,7 @@ class MultimodalDecider(Parameters):
     minImageSize: CountOrZero = 0
     encoderTimeout: Count | None = None
 
-    def disaggregate(self, request: SelectionRequest, decode: Candidate | None) -> bool:
+    def disaggregate(self, request: SelectionRequest, decode: Instance | None) -> bool:
         """See `Decider`."""
         item = request.item
         if not self.enableEncoding or item is None:
@@ -50,7 +52,7 @@ class _PrefixBasedDecider(Parameters):
     nonCachedTokens: CountOrZero = 0
     promptTokens: CountOrZero = 0
 
-    def disaggregate(self, request: SelectionRequest, decode: Candidate | None) -> bool:
+    def disaggregate(self, request: SelectionRequest, decode: Instance | None) -> bool:
         if not self.nonCachedTokens or request.prompt.tokens < self.promptTokens:
             return False
         cached = sum(request.cached_tokens([] if decode is None else [decode]))

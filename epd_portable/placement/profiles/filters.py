@@ -8,15 +8,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
-from epd_portable.config.roles import ROLE_LABEL
+from epd_portable.config.roles import ROLE_LABEL, Stage
 from epd_portable.media.limits import Modality
-from epd_portable.placement.instances import HashRing
+from epd_portable.placement.instances import HashRing, Instance
 from epd_portable.placement.profiles.selection_types import (
-    Candidate,
     Candidates,
     SelectionRequest,
-    Stage,
-    label,
     stages,
 )
 
@@ -87,7 +84,7 @@ class _ByLabel(Parameters):
     allowsNoLabel: bool = False
 
     def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
-        return [each for each in candidates if self._keeps(label(each, self.label))]
+        return [each for each in candidates if self._keeps(each.labels.get(self.label))]
 
     def _keeps(self, value: str | None) -> bool:
         return self.allowsNoLabel if value is None else value in self.validValues
@@ -98,8 +95,8 @@ class _Expression(Parameters):
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
     values: tuple[str, ...] = ()
 
-    def holds(self, candidate: Candidate) -> bool:
-        value = label(candidate, self.key)
+    def holds(self, candidate: Instance) -> bool:
+        value = candidate.labels.get(self.key)
         if self.operator in ("In", "NotIn"):
             return (value in self.values) == (self.operator == "In")
         return (value is not None) == (self.operator == "Exists")
@@ -115,7 +112,7 @@ class _BySelector(Parameters):
         return [
             each
             for each in candidates
-            if all(label(each, key) == value for key, value in self.matchLabels.items())
+            if all(each.labels.get(key) == value for key, value in self.matchLabels.items())
             and all(expression.holds(each) for expression in self.matchExpressions)
         ]
 
@@ -138,7 +135,7 @@ class _ByModel(Parameters):
         return [each for each in candidates if _names_any(each.labels.get(self.label), wanted)]
 
 
-def takes_type(candidate: Candidate, wanted: frozenset[str]) -> bool:
+def takes_type(candidate: Instance, wanted: frozenset[str]) -> bool:
     """Return whether a candidate has one of some types of encoders, or has no such label."""
     return _names_any(candidate.labels.get(ENCODER_TYPE_LABEL), wanted)
 
@@ -150,9 +147,9 @@ def _names_any(value: str | None, wanted: frozenset[str]) -> bool:
 class OnRing(Parameters):
     """Base of types that choose by a hash: the ring is kept while the candidates are the same."""
 
-    _rings: dict[Stage, tuple[Candidates, HashRing[Candidate]]] = PrivateAttr(default_factory=dict)
+    _rings: dict[Stage, tuple[Candidates, HashRing[Instance]]] = PrivateAttr(default_factory=dict)
 
-    def ring(self, stage: Stage, candidates: Candidates) -> HashRing[Candidate]:
+    def ring(self, stage: Stage, candidates: Candidates) -> HashRing[Instance]:
         """Return the ring of some candidates."""
         last, ring = self._rings.get(stage, ([], None))
         if ring is None or last != candidates:
@@ -164,7 +161,7 @@ class OnRing(Parameters):
 class SessionAffinity(OnRing):
     """A session's name is in ``x-session-id``, and a hash of it leads to an instance."""
 
-    def own(self, request: SelectionRequest, candidates: Candidates) -> Candidate | None:
+    def own(self, request: SelectionRequest, candidates: Candidates) -> Instance | None:
         """Return the candidate of a request's session; ``None`` if it has none."""
         if not request.session:
             return None
@@ -219,7 +216,7 @@ class _ByPrefix(Parameters):
         return having
 
 
-def _in_flight(candidate: Candidate) -> float:
+def _in_flight(candidate: Instance) -> float:
     return candidate.tokens / candidate.weight
 
 

@@ -5,14 +5,16 @@ A profile chooses for one stage: filters, then scorers, then a picker.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import add
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from epd_portable.config.choice import ELSEWHERE, ChoiceSection, ProfileSection
+from epd_portable.config.roles import Stage
 from epd_portable.errors import ConfigError
 from epd_portable.placement.estimates import CacheSizes
+from epd_portable.placement.instances import Instance
 from epd_portable.placement.profiles.catalogue import REDUCED, check_types, make_plugin
 from epd_portable.placement.profiles.deciders import Handler, MultimodalDecider
 from epd_portable.placement.profiles.filters import Parameters
@@ -23,7 +25,6 @@ from epd_portable.placement.profiles.scorers import (
     PrefixCache,
 )
 from epd_portable.placement.profiles.selection_types import (
-    Candidate,
     Candidates,
     Decider,
     Decision,
@@ -31,7 +32,6 @@ from epd_portable.placement.profiles.selection_types import (
     ScorePicker,
     Scorer,
     SelectionRequest,
-    Stage,
 )
 
 STAGES: tuple[Stage, ...] = ("decode", "encode", "prefill")
@@ -39,7 +39,6 @@ BLOCK_TOKENS = 64
 MOST_BLOCKS = 2048
 
 T = TypeVar("T")
-C = TypeVar("C", bound=Candidate)
 
 
 @dataclass(slots=True)
@@ -58,8 +57,8 @@ class Profile:
     picker: ScorePicker = field(default_factory=MaxScorePicker)
 
     def choose(
-        self, request: SelectionRequest, candidates: Sequence[C], decision: Decision | None = None
-    ) -> C | None:
+        self, request: SelectionRequest, candidates: Candidates, decision: Decision | None = None
+    ) -> Instance | None:
         """Return the candidate that should have it.
 
         Args:
@@ -75,13 +74,13 @@ class Profile:
         left = candidates
         for name, one in self.filters.items():
             if left:
-                left = cast("Sequence[C]", one.keep(request, left))
+                left = one.keep(request, left)
                 decision.filters[name] = len(left)
         if not left:
             decision.reason = "no instance is left" if candidates else "there is no instance"
             return None
         totals = self._scored(request, left, decision)
-        chosen = cast("C", self.picker.pick(request, left, totals))
+        chosen = self.picker.pick(request, left, totals)
         if is_explained:
             decision.totals = {each.name: one for each, one in zip(left, totals, strict=True)}
             decision.winner = chosen.name
@@ -157,8 +156,8 @@ class Policy:
         self.encode_timeout_s = timeout_ms / 1000 if timeout_ms else None
 
     def choose(
-        self, request: SelectionRequest, candidates: Sequence[C], decision: Decision | None = None
-    ) -> C | None:
+        self, request: SelectionRequest, candidates: Candidates, decision: Decision | None = None
+    ) -> Instance | None:
         """Return the candidate for a request's stage; ``None`` for none.
 
         A stage without a profile, which the deciders or the instances' abilities may require all
@@ -167,7 +166,7 @@ class Policy:
         profile = self.stages.get(request.stage, self._default)
         return profile.choose(request, candidates, decision)
 
-    def why_together(self, request: SelectionRequest, decode: Candidate | None) -> str:
+    def why_together(self, request: SelectionRequest, decode: Instance | None) -> str:
         """Return why a stage gets no instance of its own; empty if it does."""
         stage = request.stage
         name = self._handler.decider_of(stage)

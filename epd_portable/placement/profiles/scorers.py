@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from epd_portable.placement.instances import LOAD_BOUND
+from epd_portable.placement.instances import LOAD_BOUND, Instance
 from epd_portable.placement.profiles.filters import (
     Count,
     CountOrZero,
@@ -19,7 +19,7 @@ from epd_portable.placement.profiles.filters import (
     SessionAffinity,
     takes_type,
 )
-from epd_portable.placement.profiles.selection_types import Candidate, Candidates, SelectionRequest
+from epd_portable.placement.profiles.selection_types import Candidates, SelectionRequest
 
 ENTRY_MIB = 2
 """Size of an item's output in llm-d's measure of a cache."""
@@ -256,7 +256,7 @@ class MaxScorePicker(Parameters):
 
     def pick(
         self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
-    ) -> Candidate:
+    ) -> Instance:
         """See `ScorePicker`."""
         best = max(scores)
         equal = [each for each, score in zip(candidates, scores, strict=True) if score == best]
@@ -266,7 +266,7 @@ class MaxScorePicker(Parameters):
 class _WeightedRandomPicker(Parameters):
     def pick(
         self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
-    ) -> Candidate:
+    ) -> Instance:
         if max(scores) <= 0:
             scores = [1.0] * len(scores)
         pairs = zip(candidates, scores, strict=True)
@@ -279,7 +279,7 @@ class _WeightedRandomPicker(Parameters):
 class _RandomPicker(_WeightedRandomPicker):
     def pick(
         self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
-    ) -> Candidate:
+    ) -> Instance:
         return super().pick(request, candidates, [1.0] * len(scores))
 
 

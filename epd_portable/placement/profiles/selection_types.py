@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from epd_portable.config import roles
+from epd_portable.config.roles import Stage, role_named
 from epd_portable.media.limits import RequestItem
-from epd_portable.placement.estimates import NO_PROMPT, CacheEstimate, Prompt
-from epd_portable.placement.instances import LoadReport
-
-Stage = roles.Stage
-
-ROLE_LABEL = roles.ROLE_LABEL
+from epd_portable.placement.estimates import NO_PROMPT, Prompt
+from epd_portable.placement.instances import Instance
 
 SESSION_HEADER = "x-session-id"
 """Names a session: its requests go to the same instance or front while it has capacity."""
 MOST_SHOWN = 16
 """Instances of one decision that are logged; the best ones."""
-
-
-# The request, and its candidates.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,54 +64,13 @@ class SelectionRequest:
         return int.from_bytes(digest, "big") / (1 << 64)
 
 
-class Candidate(Protocol):
-    """An instance that could be chosen, as it is at this moment.
-
-    Attributes:
-        name: Unique.
-        weight: How much it does of what the others do; positive.
-        cached: What it most likely has in its caches.
-    """
-
-    name: str
-    labels: Mapping[str, str]
-    weight: float
-    cached: CacheEstimate
-
-    @property
-    def load(self) -> int:
-        """Requests or jobs that the front has given to it and that have not ended."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of prompts that the front has given to it, and whose responses have not begun."""
-
-    @property
-    def role(self) -> str:
-        """Return its stages with ``-`` between them."""
-
-    @property
-    def pending_encode_s(self) -> float:
-        """Seconds of encoding that the front has given to it."""
-
-    @property
-    def reported(self) -> LoadReport | None:
-        """Return its load report of the last seconds, or ``None``."""
-
-
-Candidates: TypeAlias = Sequence[Candidate]
-
-
-def label(candidate: Candidate, key: str) -> str | None:
-    """Return a label's value; an instance's role is one if no label names another."""
-    value = candidate.labels.get(key)
-    return candidate.role if value is None and key == ROLE_LABEL else value
+Candidates: TypeAlias = Sequence[Instance]
 
 
 @functools.lru_cache(maxsize=1024)
 def stages(role: str) -> frozenset[str]:
     """Return what a role serves; nothing for a word that is none."""
-    named = roles.role_named(role)
+    named = role_named(role)
     return frozenset(named.split("-") if named else ())
 
 
@@ -147,7 +99,7 @@ class ScorePicker(Protocol):
 
     def pick(
         self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
-    ) -> Candidate:
+    ) -> Instance:
         """Return one of the candidates, of which there is at least one.
 
         Args:
@@ -160,7 +112,7 @@ class ScorePicker(Protocol):
 class Decider(Protocol):
     """Decides whether a stage gets an instance of its own."""
 
-    def disaggregate(self, request: SelectionRequest, decode: Candidate | None) -> bool:
+    def disaggregate(self, request: SelectionRequest, decode: Instance | None) -> bool:
         """Return whether the request's stage is done apart from decoding.
 
         Args:

@@ -17,7 +17,6 @@ from epd_portable.placement.assignment import (
     RetryBudget,
     assign_items,
     count_local_first,
-    elastic_encoding,
     or_own,
 )
 from epd_portable.placement.estimates import EncodeTimes
@@ -65,7 +64,7 @@ class Scene:
             self.choose,
             self.times,
             settled=settled,
-            elastic=elastic_encoding(elastic) if elastic else None,
+            threshold=THRESHOLDS["balanced"][elastic] if elastic else None,
         )
 
     def has(self, instance: Instance, items: int) -> None:
@@ -108,14 +107,13 @@ def test_settled_items_get_no_encoder() -> None:
     found = Scene().assign(pictures("a", "b", "c", "d"), b="stored", c="local_first", d="held")
     assert [each.by for each in found] == ["encoder", "stored", "local_first", "held"]
     assert [bool(each.encoder) for each in found] == [True, False, False, False]
-    assert not any(each.elastic for each in found)
+    assert not any(each.is_elastic for each in found)
 
 
 def test_tokens_first_means_no_elastic_encoding_at_busy_instance() -> None:
-    assert elastic_encoding("queue", "tokens") is None
-    idle = [elastic_encoding("idle", each) for each in ("tokens", "balanced", "images")]
-    thresholds = [each.threshold for each in idle if each]
-    assert thresholds == sorted({*thresholds}, reverse=True) and len(thresholds) == 3
+    assert "queue" not in THRESHOLDS["tokens"]
+    idle = [THRESHOLDS[each]["idle"] for each in ("tokens", "balanced", "images")]
+    assert idle == sorted({*idle}, reverse=True) and len(idle) == 3
 
 
 def test_items_without_encoder_are_encoded_where_they_are_needed() -> None:
@@ -127,8 +125,8 @@ def test_first_items_are_encoded_locally_only_if_configured() -> None:
     scene, items = Scene(encoders=1), equal(4)
     assert {each.by for each in scene.assign(items)} == {"encoder"}
     found = scene.assign(items, elastic="idle")
-    assert [(each.by, each.elastic) for each in found[:1]] == [("local_first", "idle")]
-    assert found[-1].by == "encoder" and found[-1].elastic is None
+    assert [(each.by, each.is_elastic) for each in found[:1]] == [("local_first", True)]
+    assert found[-1].by == "encoder" and not found[-1].is_elastic
 
 
 # Encoders, the deadline, whether retries are left. Then failures of the encoder that was next, at
@@ -200,7 +198,7 @@ def test_encoding_engine_shares_items_with_equally_idle_ones(encoders: int) -> N
     scene = Scene(encoders)
     found = sharing(scene, pictures(*map(str, range(6))))
     here = [each for each in found if each.by == "local_first"]
-    assert len(here) == 6 // (1 + encoders) and not any(each.elastic for each in here)
+    assert len(here) == 6 // (1 + encoders) and not any(each.is_elastic for each in here)
     assert found[0].by == "local_first", "what is needed first is not transferred"
     assert not any(each.load for each in scene.pool.all)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from epd_portable.config.roles import ROLE_LABEL, Stage
 from epd_portable.media.limits import Modality
 from epd_portable.placement.estimates import CacheEstimate, CacheSizes, Prompt
 from epd_portable.placement.instances import LoadReport
@@ -16,7 +17,6 @@ from epd_portable.placement.profiles.selection_types import (
     ScorePicker,
     Scorer,
     SelectionRequest,
-    Stage,
 )
 
 
@@ -29,7 +29,7 @@ class Picture:
 
 @dataclass(kw_only=True, slots=True)
 class Snapshot:
-    """A candidate that is only data."""
+    """An instance, as far as choices read it, that is only data."""
 
     name: str
     role: str = "prefill-decode"
@@ -41,8 +41,11 @@ class Snapshot:
     reported: LoadReport | None = None
     cached: CacheEstimate = field(default_factory=lambda: CacheEstimate(CacheSizes()))
 
+    def __post_init__(self) -> None:
+        self.labels = {ROLE_LABEL: self.role, **self.labels}
 
-def seen(name: str, **more: Any) -> Snapshot:
+
+def seen(name: str, **more: Any) -> Any:
     return Snapshot(name=name, **more)
 
 

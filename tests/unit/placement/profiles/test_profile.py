@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from epd_portable.placement.instances import Instance
 from epd_portable.placement.profiles.policy import Profile
 from epd_portable.placement.profiles.selection_types import (
     MOST_SHOWN,
-    Candidate,
     Candidates,
     Decision,
     SelectionRequest,
@@ -30,7 +30,7 @@ class ByTable:
 
     def pick(
         self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
-    ) -> Candidate:
+    ) -> Instance:
         return self.answers.get("picked", candidates[-1])
 
 
