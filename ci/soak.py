@@ -26,8 +26,9 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,17 +144,21 @@ def sample(launcher: int) -> dict[tuple[str, str], float]:
 class Clients:
     """Requests of all kinds to a front, whose responses are checked.
 
+    Args:
+        connect: Returns a client of the front.
+
     Attributes:
+        kinds: Methods that send a request and return its problem, in the order of numbers.
         counts: Requests by kind.
         wrong: Images that were described wrongly.
         failed: Requests that got an error, or none of what they should.
     """
 
-    def __init__(self, url: str, trust: ssl.SSLContext) -> None:
+    def __init__(self, connect: Callable[[], httpx.Client]) -> None:
         self.counts: Counter[str] = Counter()
         self.wrong = 0
         self.failed: list[str] = []
-        self._kinds = {
+        self.kinds = {
             "image": self._image,
             "repeated image": self._repeated,
             "video": self._video,
@@ -164,23 +169,14 @@ class Clients:
             "new connection": self._new_connection,
             "metrics": self._metrics,
         }
-        self._url, self._trust = url, trust
-        self.client = self._connected()
-
-    def _connected(self) -> httpx.Client:
-        return httpx.Client(
-            base_url=self._url,
-            headers=AUTHORIZED,
-            verify=self._trust,
-            trust_env=False,
-            timeout=ANSWER_S,
-        )
+        self._connect = connect
+        self.client = connect()
 
     def send(self, number: int) -> None:
         """Send the request with this number, and note how it ended."""
-        kind = [*self._kinds][number % len(self._kinds)]
+        kind = [*self.kinds][number % len(self.kinds)]
         try:
-            problem = self._kinds[kind](number)
+            problem = self.kinds[kind](number)
         except httpx.HTTPError as error:
             problem = repr(error)
         self.counts[kind] += 1
@@ -194,14 +190,14 @@ class Clients:
         return self._describe(self.client, number % REPEATED)
 
     def _new_connection(self, number: int) -> str:
-        with self._connected() as client:
+        with self._connect() as client:
             return self._describe(client, number % REPEATED)
 
     def _describe(self, client: httpx.Client, seed: int) -> str:
         shown, kind = draw(seed), QuestionKind.DESCRIBE
         response = client.post("/v1/chat/completions", json=asked(image(seed)))
-        if response.status_code != httpx.codes.OK:
-            return response.text
+        if problem := _problem(response):
+            return problem
         self.counts["described"] += 1
         found = response.json()["choices"][0]["message"]["content"]
         self.wrong += found != shown.scene.answer(kind)
@@ -229,12 +225,17 @@ class Clients:
 
     def _stream(self, number: int) -> str:
         with self._streaming(number) as response:
+            if problem := _problem(response):
+                return problem
             lines = [line for line in response.iter_lines() if line]
-        return "" if lines[-1] == "data: [DONE]" else lines[-1]
+        return "" if lines[-1:] == ["data: [DONE]"] else f"ended with {lines[-1:]}"
 
     def _aborted_stream(self, number: int) -> str:
         with self._streaming(number, max_tokens=500, ignore_eos=True) as response:
-            return "" if next(response.iter_lines()).startswith("data: {") else "no first line"
+            if problem := _problem(response):
+                return problem
+            first = next(response.iter_lines(), "")
+            return "" if first.startswith("data: {") else f"began with {first!r}"
 
     def _aborted_request(self, number: int) -> str:
         patience_s = random.Random(number).uniform(0.01, 0.5)
@@ -251,7 +252,7 @@ class Clients:
 def _problem(response: httpx.Response) -> str:
     """Return what is wrong with a response, if its status is not 200."""
     well = response.status_code == httpx.codes.OK
-    return "" if well else f"status {response.status_code}: {response.text}"
+    return "" if well else f"status {response.status_code}: {response.read().decode()}"
 
 
 def image(seed: int) -> dict[str, Any]:
@@ -311,7 +312,16 @@ def run(seconds: float, folder: Path) -> int:
     samples: list[dict[tuple[str, str], float]] = []
     with server:
         url = server.url.replace("http://", "https://")
-        clients = Clients(url, ssl.create_default_context(cafile=cert))
+        clients = Clients(
+            partial(
+                httpx.Client,
+                base_url=url,
+                headers=AUTHORIZED,
+                verify=ssl.create_default_context(cafile=cert),
+                trust_env=False,
+                timeout=ANSWER_S,
+            )
+        )
         victim = Victim(server.pid, clients.client, next_s=time.monotonic() + KILL_S)
         begin_s = time.monotonic()
         with Load(clients.send, clients=CLIENTS, pause_s=0.05) as load:

@@ -1,13 +1,14 @@
-"""Growth of processes over a long run, told from peaks, steps and noise."""
+"""Problems that a long run reports: growth of processes, and responses of its requests."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 
+import httpx
 import pytest
 
-from ci.soak import MEMORY, growth
+from ci.soak import MEMORY, Clients, growth
 
 COUNT = 480
 """Samples of forty minutes."""
@@ -45,6 +46,36 @@ def test_leak_of_one_every_minute_is_found(quantity: str) -> None:
     pool = [20 + random.Random(number).randrange(4) for number in range(COUNT)]
     (line,) = growth({("front", quantity): leaking, ("encode-1", quantity): pool})
     assert line.startswith(f"front: {quantity} rises by ")
+
+
+def clients_of(response: httpx.Response) -> Clients:
+    """Return clients of a front that sends this response to every request."""
+    transport = httpx.MockTransport(lambda request: response)
+    return Clients(lambda: httpx.Client(base_url="http://front", transport=transport))
+
+
+def test_error_without_a_body_is_a_failure_of_each_kind() -> None:
+    clients = clients_of(httpx.Response(503))
+    for number in range(len(clients.kinds)):
+        clients.send(number)
+    kinds = enumerate(clients.kinds)
+    assert clients.failed == [f"{kind} {number}: status 503: " for number, kind in kinds]
+    assert "described" not in clients.counts
+
+
+@pytest.mark.parametrize("lines", [[], ["data: {}"]], ids=["empty", "cut"])
+def test_stream_without_an_end_is_a_failure(lines: list[str]) -> None:
+    clients = clients_of(httpx.Response(200, text="\n\n".join(lines)))
+    number = [*clients.kinds].index("stream")
+    clients.send(number)
+    assert clients.failed == [f"stream {number}: ended with {lines}"]
+
+
+def test_empty_stream_that_is_to_be_aborted_is_a_failure() -> None:
+    clients = clients_of(httpx.Response(200, text=""))
+    number = [*clients.kinds].index("aborted stream")
+    clients.send(number)
+    assert clients.failed == [f"aborted stream {number}: began with ''"]
 
 
 def test_run_without_enough_samples_is_refused() -> None:
