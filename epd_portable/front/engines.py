@@ -15,6 +15,7 @@ import itertools
 import logging
 import socket
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
@@ -90,10 +91,18 @@ class EngineClient(AsyncMPClient):
         """Take no more calls, and close all sockets later; from the loop's thread."""
         self.resources.engine_dead = True
         asyncio.get_running_loop().call_later(_CLOSE_AFTER_S, self._close)
+        # vLLM before 0.32 leaves sockets open if the loop ends first: their context would wait.
+        weakref.finalize(self, _close_sockets, self.resources)
 
     def _close(self) -> None:
         super().shutdown()
         _end_context(self.resources.ctx)
+
+
+def _close_sockets(resources: Any) -> None:
+    for each in vars(resources).values():
+        if isinstance(each, zmq.Socket):
+            each.close(linger=0)
 
 
 def _end_context(context: zmq.Context[Any]) -> None:
