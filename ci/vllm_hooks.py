@@ -91,6 +91,8 @@ _RUNNER = "v1.worker.gpu_model_runner.GPUModelRunner"
 _SECOND_RUNNER = "v1.worker.gpu.model_runner.GPUModelRunner"
 _HOOKING = "v1.worker.gpu.ec_connector.ActiveECConnector"
 _STATE = "v1.worker.gpu.model_states.default.DefaultModelState"
+_FILMS = "multimodal.video.VideoBackend"
+_OPENCV = "multimodal.video_decoders.opencv.OpenCVVideoBackendMixin"
 
 HOOKS: tuple[Relied, ...] = (
     # The scheduler, and what it keeps.
@@ -259,12 +261,10 @@ HOOKS: tuple[Relied, ...] = (
         "load_from_url load_from_url_async",
     ),
     _row("multimodal.media.video.VideoMediaIO", _BOUNDS, "video_loader"),
-    _row(
-        "multimodal.video.VideoBackend",
-        _BOUNDS,
-        "compute_frames_index_to_sample read_frames",
-        since=(0, 26),
-    ),
+    _row(_FILMS, _BOUNDS, "compute_frames_index_to_sample"),
+    _row(_FILMS, _BOUNDS, "read_frames", until=(0, 29)),
+    _row(_OPENCV, _BOUNDS, "read_frames", since=(0, 29), until=(0, 30)),
+    _row(_FILMS, _BOUNDS, "read_frames", since=(0, 30)),
     _row("multimodal.media.base.MediaIO", _BOUNDS, "load_bytes load_base64 load_file"),
     # Configuration.
     _row(

@@ -20,7 +20,7 @@ for version in "${versions[@]}"; do
     "$venv/bin/python" -m pytest -p no:cacheprovider --full \
         tests/unit/test_hooks_diff.py::test_the_table_is_true_of_the_installed_release
     "$venv/bin/python" -m pytest -p no:cacheprovider \
-        tests/integration/vllm_plugin/test_second_runner.py \
+        tests/integration/vllm_plugin/test_second_runner.py tests/integration/vllm_plugin/test_media_bounds.py \
         tests/integration/vllm_plugin/test_published_configs.py tests/integration/front/test_front_servers.py
     "$venv/bin/python" -m pytest -p no:cacheprovider --full tests/e2e/front/test_releases.py
     if [[ $version == 0.30.* ]]; then

@@ -21,7 +21,7 @@ import resource
 import struct
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, Any
@@ -31,6 +31,7 @@ import vllm.envs
 from PIL import Image, ImageFile, UnidentifiedImageError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.multimodal.media.base import MediaIO
+from vllm.multimodal.video import VideoBackend
 
 from epd_portable.config.front import MediaSection
 from epd_portable.vllm_plugin import avif
@@ -119,6 +120,8 @@ def bound_process(limits: MediaSection, *fetching: type[MediaConnector]) -> None
         fetching: Mixins for vLLM's media connector: what they fetch is bounded as well.
     """
     bound_pillow(limits)
+    if not hasattr(VideoBackend, "read_frames"):
+        _bound_opencv()
     name = vllm.envs.VLLM_MEDIA_CONNECTOR
     base = MEDIA_CONNECTOR_REGISTRY.name2class[name]
     base = getattr(base, "base", base)
@@ -326,11 +329,30 @@ def _bounded_films(loader: type[Any], limits: MediaSection, budget: RequestBudge
 
         @classmethod
         def read_frames(cls, cap: Any, frame_idx: Any, *args: Any, **kwargs: Any) -> Any:
-            width, height = cap.get(cv2.CAP_PROP_FRAME_WIDTH), cap.get(cv2.CAP_PROP_FRAME_HEIGHT)
-            budget.charge(int(width) * int(height) * len(frame_idx))
+            budget.charge(_pixels(cap, frame_idx))
             return super().read_frames(cap, frame_idx, *args, **kwargs)
 
     return BoundedFilms
+
+
+def _pixels(film: cv2.VideoCapture, frames: Sequence[int]) -> int:
+    width, height = film.get(cv2.CAP_PROP_FRAME_WIDTH), film.get(cv2.CAP_PROP_FRAME_HEIGHT)
+    return int(width) * int(height) * len(frames)
+
+
+def _bound_opencv() -> None:
+    """Count frames where vLLM reads them: its 0.29 does not call the loader's ``read_frames``."""
+    from vllm.multimodal.video_decoders.opencv import OpenCVVideoBackendMixin
+
+    read = getattr(OpenCVVideoBackendMixin.read_frames, "read", OpenCVVideoBackendMixin.read_frames)
+
+    def read_bounded(cap: Any, frame_idx: Any, *args: Any, **kwargs: Any) -> Any:
+        if (budget := _budget.get()) is not None:
+            budget.charge(_pixels(cap, frame_idx))
+        return read(cap, frame_idx, *args, **kwargs)
+
+    read_bounded.read = read  # type: ignore[attr-defined]
+    OpenCVVideoBackendMixin.read_frames = staticmethod(read_bounded)
 
 
 def _too_large(what: str, limit: float, key: str) -> MediaRefusedError:
