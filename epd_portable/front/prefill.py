@@ -57,25 +57,20 @@ class PrefillJob(OpenRequest):
         self.decide()
 
 
+@dataclass(eq=False, frozen=True, slots=True)
 class Prefills:
     """Prefill jobs of all open requests.
 
-    Args:
+    Attributes:
+        jobs: Encode jobs of these requests.
         choose: Returns the engine for a job, but none of these names.
         send: Sends a job to an engine, under an id, and its items to encode engines; returns when
             the job has ended or failed.
     """
 
-    def __init__(
-        self,
-        jobs: ItemJobs,
-        *,
-        choose: Callable[[OpenRequest, Collection[str]], FrontEngine | None],
-        send: Callable[[OpenRequest, FrontEngine, str], Awaitable[None]],
-    ) -> None:
-        self._jobs = jobs
-        self._choose = choose
-        self._send = send
+    jobs: ItemJobs
+    choose: Callable[[OpenRequest, Collection[str]], FrontEngine | None]
+    send: Callable[[OpenRequest, FrontEngine, str], Awaitable[None]]
 
     async def compute(self, one: OpenRequest, engine_id: str) -> bool:
         """Have the prompt of a request computed, and set ``one.kv``.
@@ -89,7 +84,7 @@ class Prefills:
         Returns:
             Whether the request continues: an operator's abort of the job ends the request as well.
         """
-        jobs, counted = self._jobs, self._jobs.metrics.prefills
+        jobs, counted = self.jobs, self.jobs.metrics.prefills
         if not suits(one.core):
             counted.labels("unsuited").inc()
             return True
@@ -101,16 +96,16 @@ class Prefills:
         failed: list[str] = []
         last: FrontEngine | None = None
         for number in range(MAX_PREFILLS):
-            engine = last or self._choose(job, failed)
+            engine = last or self.choose(job, failed)
             if engine is None or (number and not jobs.retries.spend()):
                 break
             left_here, resets = len(job.here), jobs.resets
             job_id = f"{engine_id}{SUFFIX}{number or ''}"
             if jobs.spans is None:
-                await self._send(job, engine, job_id)
+                await self.send(job, engine, job_id)
             else:
                 with jobs.spans.job("prefill", one.core, engine.name, job.tokens) as span:
-                    await self._send(job, engine, job_id)
+                    await self.send(job, engine, job_id)
                     end = "prefilled" if job.params else "failed"
                     set_end(span, end, failed=not job.params)
             if job.params:

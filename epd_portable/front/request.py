@@ -40,7 +40,7 @@ from epd_portable.placement.assignment import (
     FailureKind,
     RetryBudget,
 )
-from epd_portable.placement.estimates import NO_PROMPT, Prompt
+from epd_portable.placement.estimates import NO_PROMPT, EncodeTimes, Prompt
 from epd_portable.placement.instances import (
     EndpointPool,
     InFlight,
@@ -447,43 +447,35 @@ def _pending(encoder: Instance) -> tuple[float, float]:
 # Encode jobs.
 
 
+@dataclass(eq=False)
 class ItemJobs:
     """Jobs of all open requests.
 
-    Args:
+    Attributes:
         retries: What failed jobs and requests may spend together.
         job_s: Longest time of one job; ``None`` for any.
         adapts_encoders: LoRA adapters change encoder outputs (vLLM's
             ``enable_tower_connector_lora``), so jobs name those of their requests.
-
-    Attributes:
         open: Jobs that have not ended, by name.
         requested: Set when an encoder is to be chosen for an item; by transfer, of all requests.
         resets: Changes when encoders may have forgotten what they encoded: calls of all engines.
     """
 
-    def __init__(
-        self,
-        settings: FrontSettings,
-        engines: Engines,
-        metrics: FrontMetrics,
-        retries: RetryBudget,
-        *,
-        job_s: float | None = None,
-        adapts_encoders: bool = False,
-        spans: Spans | None = None,
-    ) -> None:
-        self._settings = settings
-        self._engines = engines
-        self._times = engines.pool.encode_times
-        self.metrics = metrics
-        self.retries = retries
-        self._job_s = job_s
-        self._adapts_encoders = adapts_encoders
-        self.spans = spans
-        self.requested: dict[str, asyncio.Event] = {}
-        self.resets = 0
-        self.open: dict[str, asyncio.Future[FinishReason | EncodeFailure]] = {}
+    settings: FrontSettings
+    engines: Engines
+    metrics: FrontMetrics
+    retries: RetryBudget
+    job_s: float | None = None
+    adapts_encoders: bool = False
+    spans: Spans | None = None
+    requested: dict[str, asyncio.Event] = field(default_factory=dict)
+    resets: int = 0
+    open: dict[str, asyncio.Future[FinishReason | EncodeFailure]] = field(default_factory=dict)
+
+    @property
+    def times(self) -> EncodeTimes:
+        """Times of encode jobs."""
+        return self.engines.pool.encode_times
 
     def take_output(self, output: EngineCoreOutput) -> None:
         """Take in an output that may be the end of a job."""
@@ -505,14 +497,14 @@ class ItemJobs:
         A request that compares engines may go to any. Others get none of an engine that is not
         compared yet, but where no other can encode.
         """
-        full = [each.name for each in self._engines.by_name.values() if each.is_full]
-        engine = self._engines.by_name[taker]
+        full = [each.name for each in self.engines.by_name.values() if each.is_full]
+        engine = self.engines.by_name[taker]
         exclude = [*exclude, *engine.incompatible, *full]
         if one.exchange.samples is not None:
             return one.selection.choose_encoder(item, exclude)
         exclude += engine.refused
         chosen = one.selection.choose_encoder(item, [*exclude, *engine.unchecked])
-        if chosen is None and engine.unchecked and not self._settings.can_encode:
+        if chosen is None and engine.unchecked and not self.settings.can_encode:
             chosen = one.selection.choose_encoder(item, exclude)
         return chosen
 
@@ -537,7 +529,7 @@ class ItemJobs:
                 one.stored[item.item_uuid].usable = False
             one.held.discard(item.item_uuid)
             one.awaited.add(item.item_uuid)
-            self._engines.pool.work.item_came(item, self._times.of(item))
+            self.engines.pool.work.item_came(item, self.times.of(item))
             encoder = self.choose_encoder(one, item, [use.instance.name], use.instance.name)
         first = encoder
         tries = EncodeTries(
@@ -545,9 +537,9 @@ class ItemJobs:
                 one, item, [*exclude, use.instance.name], use.instance.name
             ),
             self.retries,
-            deadline_s=time.monotonic() + self._settings.wait_timeout_s,
+            deadline_s=time.monotonic() + self.settings.wait_timeout_s,
         )
-        can_encode, order = self._settings.can_encode, self._settings.front.encode_order
+        can_encode, order = self.settings.can_encode, self.settings.front.encode_order
         in_turn = order == "sequential"
         while encoder is not None:
             job, resets = f"{transfer.transfer_id}-{encoder.name}", self.resets
@@ -604,7 +596,7 @@ class ItemJobs:
         API servers share engines: what one gives an engine meanwhile, each does.
         """
         name = "" if encoder is None else encoder.name
-        return len(self._settings.sockets) * self._times.of(item, name)
+        return len(self.settings.sockets) * self.times.of(item, name)
 
     async def _encode(
         self,
@@ -629,17 +621,17 @@ class ItemJobs:
             return failure
         now = time.monotonic()
         # Until it had done the job before, it did not work on this one.
-        self._times.observe(item, now - max(begun, encoder.answered_at), encoder.name)
+        self.times.observe(item, now - max(begun, encoder.answered_at), encoder.name)
         encoder.answered_at = now
         self.metrics.encode_s.labels(encoder.name).observe(now - begun)
         return None
 
     async def _ended(self, request: EngineCoreRequest, encoder: Instance) -> EncodeFailure | None:
-        engine, job = self._engines.by_name[encoder.name], request.request_id
+        engine, job = self.engines.by_name[encoder.name], request.request_id
         client = engine.client
         answer = self.open[job] = asyncio.get_running_loop().create_future()
         try:
-            with anyio.move_on_after(self._job_s):
+            with anyio.move_on_after(self.job_s):
                 await engine.add(request)
                 await answer
         finally:
@@ -648,7 +640,7 @@ class ItemJobs:
                 with anyio.CancelScope(shield=True):
                     await engine.abort(client, job)
         if not answer.done() or answer.cancelled():
-            late = f"did not end the job within {self._job_s:g} s"
+            late = f"did not end the job within {self.job_s:g} s"
             return EncodeFailure(kind=FailureKind.TIMEOUT, reason=late)
         reason = answer.result()
         if isinstance(reason, EncodeFailure):
@@ -668,7 +660,7 @@ class ItemJobs:
             replace(feature, mm_position=PlaceholderRange(0, place.length, place.is_embed)),
             transfer,
             arrival_time=core.arrival_time,
-            lora_request=core.lora_request if self._adapts_encoders else None,
+            lora_request=core.lora_request if self.adapts_encoders else None,
             priority=core.priority,
             trace_headers=core.trace_headers,
         )

@@ -23,7 +23,7 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from prometheus_client import CollectorRegistry
@@ -49,31 +49,27 @@ Limit: TypeAlias = int | None
 Where = Literal["new", "waiting", "admitted", "left"]
 
 
+@dataclass(eq=False, slots=True)
 class QueuedRequest:
     """A request that waits or is admitted.
 
-    Args:
+    Attributes:
         amounts: Amounts that it takes of each limit.
         key: Digest of its client's key.
         priority: Smaller is admitted first.
-
-    Attributes:
         where: State of the request.
         taken: Amounts in flight of each limit.
         number: Place in the order of arrival, while it waits.
         lane: A bit for each limit of which it takes something, while it waits.
     """
 
-    __slots__ = ("amounts", "key", "lane", "number", "priority", "taken", "where")
-
-    def __init__(self, amounts: Sequence[int], *, key: bytes = b"", priority: int = 0) -> None:
-        self.amounts = amounts
-        self.key = key
-        self.priority = priority
-        self.where: Where = "new"
-        self.taken: list[int] = []
-        self.number = 0
-        self.lane = 0
+    amounts: Sequence[int]
+    key: bytes = b""
+    priority: int = 0
+    where: Where = "new"
+    taken: list[int] = field(default_factory=list)
+    number: int = 0
+    lane: int = 0
 
 
 class AdmissionQueue:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 from epd_portable.config.front import MAX_ENCODERS
@@ -224,41 +224,37 @@ class EncodeFailure:
     full_for_s: float = 0.0
 
 
+@dataclass(eq=False, slots=True)
 class EncodeTries:
     """Next encoder for one item; times come in as arguments, of one clock.
 
     An encoder that was full may be next again, and so may one that gave the item up, once. One that
     failed may not, and after `MAX_ENCODERS` failures none is.
 
-    Args:
+    Attributes:
         choose: Returns the encoder that should have the item; none of those names.
+        retries: Of all items and requests.
         deadline_s: Time after which no encoder is next.
+        failure: The last one.
     """
 
-    def __init__(
-        self,
-        choose: Callable[[Collection[str]], Instance | None],
-        retries: RetryBudget,
-        *,
-        deadline_s: float,
-    ) -> None:
-        self.failure: EncodeFailure | None = None
-        self._choose = choose
-        self._retries = retries
-        self._deadline_s = deadline_s
-        self._failed: list[str] = []
-        self._full: dict[str, float] = {}
-        self._gave_up: set[str] = set()
-        self._last_full: EncodeFailure | None = None
-        self._next: Instance | None = None
-        self._all_full = False
+    choose: Callable[[Collection[str]], Instance | None]
+    retries: RetryBudget
+    deadline_s: float
+    failure: EncodeFailure | None = None
+    _failed: list[str] = field(default_factory=list)
+    _full: dict[str, float] = field(default_factory=dict)
+    _gave_up: set[str] = field(default_factory=set)
+    _last_full: EncodeFailure | None = None
+    _next: Instance | None = None
+    _all_full: bool = False
 
     def note_failure(self, encoder: str, failure: EncodeFailure, now_s: float) -> float:
         """Take in a failure; return the seconds to wait before `next_encoder`.
 
         They are 0 unless every encoder that is left is full.
         """
-        late = now_s >= self._deadline_s
+        late = now_s >= self.deadline_s
         if failure.kind is FailureKind.TIMEOUT and self._last_full and late:
             # Cut off by the item's deadline, not by the encoder, which had been full so far.
             failure = self._last_full
@@ -274,19 +270,19 @@ class EncodeTries:
         self._next, self._all_full = None, False
         if late or len(self._failed) >= MAX_ENCODERS:
             return 0.0
-        self._next = self._choose([*self._failed, *self._full])
-        first_s = min(self._full.values(), default=self._deadline_s)
-        self._all_full = self._next is None and first_s < self._deadline_s
+        self._next = self.choose([*self._failed, *self._full])
+        first_s = min(self._full.values(), default=self.deadline_s)
+        self._all_full = self._next is None and first_s < self.deadline_s
         return max(first_s - now_s, 0.0) if self._all_full else 0.0
 
     def next_encoder(self) -> Instance | None:
         """Return the next encoder; ``None`` for the prefill+decode instance itself."""
         if self._all_full:
             self._full.clear()
-            self._next = self._choose(self._failed)
+            self._next = self.choose(self._failed)
         assert self.failure is not None, "nothing has failed"
         costs = self.failure.kind is not FailureKind.FULL
-        if self._next is not None and costs and not self._retries.spend():
+        if self._next is not None and costs and not self.retries.spend():
             return None
         return self._next
 

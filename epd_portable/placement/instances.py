@@ -17,6 +17,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
 
 import anyio
@@ -161,26 +162,25 @@ class WentDownError(EPDError):
     """An instance went down while a request or job was open there."""
 
 
+@dataclass(eq=False, slots=True)
 class InFlight:
     """A request or encode job at an instance, while the context lasts; the instance stays.
 
-    Args:
+    Attributes:
         load: Counted as load: 1, or 0 for something that only needs the instance.
         item: Name of the item of an encode job; or empty.
     """
 
-    __slots__ = ("_backlog_ms", "_callback", "_load", "_since_s", "_tokens", "instance", "item")
-
-    def __init__(self, instance: Instance, load: int = 1, item: str = "") -> None:
-        self.instance = instance
-        self.item = item
-        self._load = load
-        self._since_s: float | None = None
-        self._tokens = self._backlog_ms = 0
-        self._callback: Callable[[], None] | None = None
+    instance: Instance
+    load: int = 1
+    item: str = ""
+    _since_s: float | None = None
+    _tokens: int = 0
+    _backlog_ms: int = 0
+    _callback: Callable[[], None] | None = None
 
     def __enter__(self) -> InFlight:
-        self.instance.begin(self, self._load)
+        self.instance.begin(self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -189,7 +189,7 @@ class InFlight:
         if self._since_s is not None:
             instance.responses.end()
         instance.responses.backlog_ms -= self._backlog_ms
-        instance.end(self, self._load)
+        instance.end(self)
 
     def compute(self) -> None:
         """Count the request, once, as one that waits for no item; until the context ends."""
@@ -278,21 +278,21 @@ class Backlog:
         while self._uses:
             await self._idle.wait()
 
-    def begin(self, use: InFlight, load: int) -> None:
+    def begin(self, use: InFlight) -> None:
         """Count a request or job; called by `InFlight`."""
         self._uses.add(use)
         self._idle.clear()
-        self.load += load
+        self.load += use.load
         if use.item:
             self.jobs += 1
             self.item_jobs[use.item] += 1
 
-    def end(self, use: InFlight, load: int) -> None:
+    def end(self, use: InFlight) -> None:
         """Take `begin` back."""
         self._uses.remove(use)
         if not self._uses:
             self._idle.set()
-        self.load -= load
+        self.load -= use.load
         if use.item:
             self.jobs -= 1
             self.item_jobs[use.item] -= 1

@@ -7,6 +7,7 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,33 +32,25 @@ CHUNK_BYTES = 8 << 20
 """In host memory the lease is looked at between chunks; one takes about a millisecond at most."""
 
 
+@dataclass(eq=False, frozen=True, kw_only=True, slots=True)
 class QueuedCopy:
     """A copy that a device makes asynchronously and that cannot be cancelled.
 
     The memory at both ends is in use until `finish` has returned or raised, regardless of the
     deadline.
 
-    Args:
+    Attributes:
         ends: Both ends of the copy; they live as long as this.
         copied: Event behind the copy.
         deadline_s: End of the lease on ``clock``.
         ended: Called once, when the copy has ended, well or not.
     """
 
-    def __init__(
-        self,
-        ends: tuple[torch.Tensor, torch.Tensor],
-        copied: DeviceEvent,
-        *,
-        deadline_s: float,
-        clock: Clock,
-        ended: Callable[[], None],
-    ) -> None:
-        self._ends = ends
-        self._copied = copied
-        self._deadline_s = deadline_s
-        self._clock = clock
-        self._ended = ended
+    ends: tuple[torch.Tensor, torch.Tensor]
+    copied: DeviceEvent
+    deadline_s: float
+    clock: Clock
+    ended: Callable[[], None]
 
     def finish(self) -> None:
         """Block until the copy has ended, without the GIL.
@@ -67,10 +60,10 @@ class QueuedCopy:
             PlatformError: The device failed.
         """
         try:
-            self._copied.block()
+            self.copied.block()
         finally:
-            self._ended()
-        late_s = self._clock() - self._deadline_s
+            self.ended()
+        late_s = self.clock() - self.deadline_s
         if late_s >= 0:
             raise TransportTimeoutError(
                 f"the device took {late_s:.3g} s longer than the lease to copy; "
@@ -167,8 +160,13 @@ class DeviceCopies:
             with self.platform.stream(self.index):
                 self.platform.record_event().block()
             raise
-        ends = (target, source)
-        return QueuedCopy(ends, copied, deadline_s=deadline_s, clock=self.clock, ended=ended)
+        return QueuedCopy(
+            ends=(target, source),
+            copied=copied,
+            deadline_s=deadline_s,
+            clock=self.clock,
+            ended=ended,
+        )
 
     def to_host(self, src: torch.Tensor, *, after: DeviceEvent, deadline_s: float) -> torch.Tensor:
         """Return the bytes of ``src`` in page-locked host memory; a view if it is on the host.
