@@ -87,22 +87,6 @@ def failure(kind: FailureKind, full_for_s: float = 0.0) -> EncodeFailure:
     return EncodeFailure(kind=kind, reason=f"is {kind.value}", full_for_s=full_for_s)
 
 
-def test_items_of_a_request_are_spread_and_released() -> None:
-    scene = Scene()
-    # Alone, each of them would go to the same encoder.
-    alike = [each for each in pictures(*map(str, range(99))) if is_chosen(scene, each, "e0")][:8]
-    found = scene.assign(alike)
-    assert [each.item for each in found] == alike
-    encoders = [each.encoder.name for each in found if each.encoder]
-    assert len(encoders) == 8 and encoders.count("e1") >= 2
-    assert not any(each.load for each in scene.pool.all)
-
-
-def is_chosen(scene: Scene, item: Picture, name: str) -> bool:
-    chosen = scene.choose(item, ())
-    return chosen is not None and chosen.name == name
-
-
 def test_settled_items_get_no_encoder() -> None:
     found = Scene().assign(pictures("a", "b", "c", "d"), b="stored", c="local_first", d="held")
     assert [each.by for each in found] == ["encoder", "stored", "local_first", "held"]
@@ -238,36 +222,30 @@ def test_a_size_that_was_not_seen_is_taken_for_the_next_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("encoders", "count", "here"),
-    [(1, 1, 0), (1, 2, 0), (1, 3, 1), (1, 4, 1), (1, 8, 2), (2, 6, 1)],
+    ("encoders", "queued", "own", "items", "busy", "here"),
+    [
+        (1, 0, 0, equal(1), "idle", 0),
+        (1, 0, 0, equal(2), "idle", 0),
+        (1, 0, 0, equal(3), "idle", 1),
+        (1, 0, 0, equal(4), "idle", 1),
+        (1, 0, 0, equal(8), "idle", 2),
+        (2, 0, 0, equal(6), "idle", 1),
+        (1, 2, 0, equal(1), "idle", 1),
+        (1, 2, 2, equal(1), "idle", 0),
+        (1, 3, 0, equal(1), "idle", 1),
+        (1, 3, 0, equal(1), "queue", 0),
+        (1, 4, 0, equal(1), "queue", 1),
+        (1, 10, 0, equal(4, 64 * PIXELS), "idle", 0),  # Of no known time.
+    ],
 )
-def test_images_of_one_request_are_shared_with_idle_instance(
-    encoders: int, count: int, here: int
+def test_images_are_encoded_locally_where_that_is_earlier(
+    encoders: int, queued: int, own: int, items: list[Picture], busy: Busy, here: int
 ) -> None:
-    assert Scene(encoders).first_here(equal(count)) == here
-
-
-def test_image_behind_queue_is_encoded_at_once_by_idle_instance() -> None:
-    scene = Scene(encoders=1)
-    scene.has(scene.encoders[0], 2)
-    assert scene.first_here(equal(1)) == 1
-    # Unless that has such work, too.
-    scene.has(scene.pd, 2)
-    assert scene.first_here(equal(1)) == 0
-
-
-def test_busy_instance_encodes_only_behind_a_long_queue() -> None:
-    scene = Scene(encoders=1)
-    scene.has(scene.encoders[0], 3)
-    assert (scene.first_here(equal(1), "queue"), scene.first_here(equal(1), "idle")) == (0, 1)
-    scene.has(scene.encoders[0], 1)
-    assert scene.first_here(equal(1), "queue") == 1
-
-
-def test_unobserved_times_decide_no_choice() -> None:
-    scene = Scene(encoders=1)
-    scene.has(scene.encoders[0], 10)
-    assert scene.first_here(equal(4, 64 * PIXELS)) == 0
+    """Images of a request, behind a queue at the first encoder and work of the instance itself."""
+    scene = Scene(encoders)
+    scene.has(scene.encoders[0], queued)
+    scene.has(scene.pd, own)
+    assert scene.first_here(items, busy) == here
 
 
 def test_times_follow_what_is_seen_by_kind() -> None:

@@ -180,13 +180,6 @@ def test_no_encoder_takes_more_than_its_bound(key: str, given_loads: list[int]) 
         assert load[chosen(instances, key, exclude=("i-0", "nobody"))] < bound
 
 
-def test_a_busy_encoder_is_passed_over_for_the_same_other_one() -> None:
-    instances = of(5)
-    favourite = chosen(instances, "item")
-    busy(instances, {favourite: 4})
-    assert len({chosen(instances, "item") for _ in range(5)} | {favourite}) == 2
-
-
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_an_item_that_is_being_encoded_goes_where_it_is_encoded(count: int) -> None:
     instances = of(count)

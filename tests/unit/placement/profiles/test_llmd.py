@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from epd_portable.config.choice import ChoiceSection, parse_choice, with_file
-from epd_portable.errors import ConfigError
 from epd_portable.placement.instances import LoadReport
 from epd_portable.placement.profiles.policy import Policy
 from epd_portable.placement.profiles.selection_types import SelectionRequest
@@ -117,13 +116,6 @@ def test_the_guides_file_picks_as_llm_d_does(
     assert picked == set(winners)
 
 
-def test_configuration_of_the_guide_splits_only_encoding() -> None:
-    found = guide()
-    assert found.why_together(to_encode(pixels=1), pd("a")) == ""
-    assert found.why_together(asked("prefill"), pd("a")) == "the handler decides so"
-    assert found.notes == ["plug-in token-producer: estimate has no effect here"]
-
-
 # Single types.
 
 
@@ -164,13 +156,3 @@ SCHEDULED = "schedulingProfiles: [{name: decode, plugins: []}]\nplugins:\n"
 def test_a_parameter_without_effect_is_said(plugin: str, said: str) -> None:
     notes = Policy(parse_choice(f"{SCHEDULED}- {plugin}")).notes
     assert any(f"{said} no effect here" in note for note in notes), notes
-
-
-def test_all_types_that_nobody_knows_are_named_at_once() -> None:
-    kinds = ("lora-affinity-scorer", "queue-scorre", "slo-headroom-tier-filter", "queue-scorer")
-    plugins = "".join(f"- {{type: {kind}}}\n" for kind in kinds)
-    with pytest.raises(ConfigError) as refused:
-        Policy(parse_choice(SCHEDULED + plugins))
-    assert all(repr(kind) in str(refused.value) for kind in kinds[:3])
-    assert "'queue-scorer'" not in str(refused.value)
-    assert "did you mean queue-scorer" in str(refused.value)

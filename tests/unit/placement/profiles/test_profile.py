@@ -3,8 +3,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from epd_portable.placement.instances import Instance
 from epd_portable.placement.profiles.policy import Profile
 from epd_portable.placement.profiles.selection_types import (
@@ -48,31 +46,6 @@ def profile(
     )
 
 
-@pytest.mark.parametrize(
-    ("filters", "scorers", "winner"),
-    [
-        ([], [(A, 1.0)], "i0"),
-        ([], [(A, 1.0), (B, 1.0)], "i2"),
-        ([], [(A, 1.0), (B, 5.0)], "i1"),
-        ([(1, 1, 0)], [(A, 1.0), (B, 1.1)], "i1"),
-        ([(1, 1, 0), (1, 0, 1)], [(A, 1.0), (B, 5.0)], "i0"),
-        ([(0, 0, 0)], [(A, 1.0)], ""),
-        ([(0, 1, 0)], [], "i1"),
-    ],
-)
-def test_filters_then_scores_times_weights_then_the_picker(
-    filters: list[tuple[int, ...]], scorers: list[tuple[ByTable, float]], winner: str
-) -> None:
-    one = profile([ByTable(*answers) for answers in filters], scorers)
-    decision = Decision(stage="decode")
-    candidates = with_load(0, 0, 0)
-    chosen = one.choose(asked(), candidates, decision)
-    assert (chosen.name if chosen else "") == winner == decision.winner
-    assert bool(decision.reason) == (not winner)
-    # It is the same where no reasons are wanted.
-    assert one.choose(asked(), candidates) is chosen
-
-
 def test_a_decision_says_what_each_plugin_said() -> None:
     one = profile([ByTable(1, 1, 0)], [(A, 1.0), (B, 2.0)], A)
     decision = Decision(stage="decode")
@@ -95,6 +68,10 @@ def test_explanation_shows_the_best_candidates() -> None:
     shown = decision.shown()
     assert isinstance(shown["scores"], dict)
     assert (len(shown["scores"]), shown["item"]) == (MOST_SHOWN, "x" * 16)
-    decision = Decision(stage="decode")
-    assert profile().choose(asked(), [], decision) is None
-    assert decision.shown()["reason"] == "there is no instance"
+    for filters, there, reason in (
+        ([], 0, "there is no instance"),
+        ([ByTable(1, 0), ByTable(0, 1)], 2, "no instance is left"),
+    ):
+        decision = Decision(stage="decode")
+        assert profile(filters).choose(asked(), with_load(*[0] * there), decision) is None
+        assert decision.shown()["reason"] == reason
