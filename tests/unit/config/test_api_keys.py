@@ -9,13 +9,14 @@ import pytest
 from epd_portable.config.api_keys import ApiKeys
 from epd_portable.errors import ConfigError
 
-KEY = "k" * 20
+KEY, MISSING = "k" * 20, "missing"
 
 
 def keys_file(folder: Path, content: str, mode: int = 0o600) -> str:
     path = folder / "keys"
-    path.write_text(content)
-    path.chmod(mode)
+    if content != MISSING:
+        path.write_text(content)
+        path.chmod(mode)
     return str(path)
 
 
@@ -25,6 +26,7 @@ def keys_file(folder: Path, content: str, mode: int = 0o600) -> str:
         ("short", 0o600, "at least 16 characters"),
         ("", 0o600, "holds 0 keys"),
         (KEY, 0o644, "chmod 600"),
+        (MISSING, 0o600, "cannot be read"),
     ],
 )
 def test_unusable_file_of_keys_is_refused(
@@ -32,11 +34,6 @@ def test_unusable_file_of_keys_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         ApiKeys(keys_file(tmp_path, content, mode))
-
-
-def test_missing_file_of_keys_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        ApiKeys(str(tmp_path / "keys"))
 
 
 def test_keys_are_held_as_digests(tmp_path: Path) -> None:

@@ -88,6 +88,18 @@ def test_overrides_win_over_overlay_and_last_over_first() -> None:
             "instances: {prefill: {}, prefill_decode: {}}",
             "compute for decode instances, and there are none",
         ),
+        ("engine_args: {served_model_name: 2}", "write served_model_name at the top of the file"),
+        (
+            "instances: {encode: {engine_args: {pipeline_parallel_size: 2}}}",
+            "this version does not support pipeline parallelism",
+        ),
+        (
+            "engine_args: {--pipeline-parallel-size: 2}",
+            "write pipeline_parallel_size: names of engine arguments",
+        ),
+        ("engine_args: {data_parallel_size: 2}", "raise count in instances instead"),
+        ("engine_args: {data_parallel_rank: 2}", "raise count in instances instead"),
+        ("engine_args: {config: 2}", "write the arguments into this file"),
         ("front: {zzz: 1}", "front.zzz (line 2): unknown key; known are host, port, tls_cert_file"),
         (
             "engine_args: {x: 2024-01-01}",
@@ -101,23 +113,6 @@ def test_overrides_win_over_overlay_and_last_over_first() -> None:
 )
 def test_a_problem_is_named_where_it_was_written(text: str, line: str) -> None:
     assert any(line in each for each in problems(f"model: demo\n{text}"))
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("served_model_name", "write served_model_name at the top of the file"),
-        ("pipeline_parallel_size", "this version does not support pipeline parallelism"),
-        ("--pipeline-parallel-size", "write pipeline_parallel_size: names of engine arguments"),
-        ("data_parallel_size", "raise count in instances instead"),
-        ("data_parallel_rank", "raise count in instances instead"),
-        ("config", "write the arguments into this file"),
-    ],
-)
-def test_launcher_owned_or_unsupported_arguments_are_refused(name: str, reason: str) -> None:
-    wrong = f"engine_args: {{{name!r}: 2}}"
-    _, *lines = problems(f"model: demo\n{wrong}\ninstances: {{encode: {{{wrong}}}}}")
-    assert [reason in line for line in lines] == [True, True]
 
 
 def test_names_similar_to_those_of_the_launcher_are_allowed() -> None:
@@ -136,6 +131,15 @@ def test_names_similar_to_those_of_the_launcher_are_allowed() -> None:
         (
             "{encode_prefill_decode: {}, prefill_decode: {}}",
             {"encode_prefill_decode": 1, "prefill_decode": 1},
+        ),
+        (
+            "{encode: {}, prefill: {}, decode: {}, encode_prefill_decode: {}}",
+            {"encode": 1, "prefill": 1, "decode": 1, "encode_prefill_decode": 1},
+        ),
+        ("{prefill_decode: {encoder: false}}", {"encode": 1, "prefill_decode": 1}),
+        (
+            "{encode: {count: 0}, prefill_decode: {encoder: false}}\nsecret_file: s",
+            {"prefill_decode": 1},
         ),
     ],
 )
@@ -177,18 +181,6 @@ def test_file_of_encode_and_prefill_joins_fronts_elsewhere() -> None:
     assert any("prefill_decode cannot join" in line for line in problems(both + join + secret))
     wrong = problems(text + secret + "launch: {join: 10.0.0.1}")
     assert any("'10.0.0.1' is no URL; write http://10.0.0.1" in line for line in wrong)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "instances: {encode: {}, prefill: {}, decode: {}, encode_prefill_decode: {}}\n",
-        "instances: {prefill_decode: {encoder: false}}",
-        "secret_file: s\ninstances: {encode: {count: 0}, prefill_decode: {encoder: false}}",
-    ],
-)
-def test_roles_that_go_together_are_taken(text: str) -> None:
-    assert parse_topology(f"model: demo\n{text}", "cpu")
 
 
 @pytest.mark.parametrize(

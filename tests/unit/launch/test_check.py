@@ -12,11 +12,6 @@ from epd_portable.launch.plan.request import store_warnings
 from epd_portable.transfer import registry
 
 
-@pytest.fixture
-def cores() -> dict[str, int] | None:
-    return {}
-
-
 def test_check_reports_whether_the_store_replies(tmp_path: Path) -> None:
     assert store_warnings(StoreSection(kind="file", path=str(tmp_path / "store"))) == []
     (tmp_path / "file").touch()

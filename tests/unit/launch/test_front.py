@@ -133,11 +133,3 @@ def test_prefill_instances_join_with_their_control_address() -> None:
         assert json.loads(config)["kv_connector"] == "NixlConnector"
     with pytest.raises(ConfigError, match="trusted_network"):
         plan_of(joining.replace("true", "false"))
-
-
-def test_front_waits_for_engines_of_other_machines() -> None:
-    alone = "secret_file: secret\ninstances: {encode: {count: 0}}"
-    pd, front = planned(alone).processes
-    settings = json.loads(front.argv[4])
-    assert [each["name"] for each in settings["engines"]] == [pd.name]
-    assert settings["trusted_network"] is False
