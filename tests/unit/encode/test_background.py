@@ -168,12 +168,6 @@ def test_an_encoder_gets_a_turn_after_so_many_steps(steps: int) -> None:
     encoder.close()
 
 
-def test_encoder_begins_at_once_in_an_idle_engine() -> None:
-    encoder = Encoder(ComputeTurns(TURNS["tokens"]))
-    until(lambda: encoder.count == 1)
-    encoder.close()
-
-
 def test_sampling_is_of_the_step_before_it() -> None:
     turns = ComputeTurns(TURNS["balanced"])
     turns.take_turn()
@@ -184,23 +178,6 @@ def test_sampling_is_of_the_step_before_it() -> None:
     turns.end_turn()
     turns.end_turn()
     until(lambda: encoder.count == 1)
-    encoder.close()
-
-
-def test_an_item_is_encoded_to_its_end_where_images_come_first() -> None:
-    turns = ComputeTurns(TURNS["images"])
-    encoder = Encoder(turns)
-    until(lambda: encoder.count == 1)
-    waiting = threading.Thread(target=turns.take_turn)
-    waiting.start()
-    until(lambda: turns._stepping)
-    encoder.may_pause.release(3)
-    until(lambda: encoder.count == 4)
-    assert waiting.is_alive()
-    encoder.count = 100
-    encoder.may_pause.release()
-    waiting.join()
-    turns.end_turn()
     encoder.close()
 
 

@@ -288,16 +288,6 @@ def test_step_that_encodes_waits_for_chunk_on_device(
     assert "encode: wait 2" not in platform.take()
 
 
-def test_step_that_encodes_is_not_stopped(
-    encoder: ChunkEncoder, tower: Tower, platform: RecordingPlatform
-) -> None:
-    encoder.submit(order("owl"))
-    encoder.place({})
-    platform.take()
-    expected(order("elk"), tower)
-    assert layers(platform.take()) == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("is_aside", [False, True])
 @pytest.mark.parametrize("layer", [0, 3])
 def test_failed_item_is_reported_and_the_next_encoded(

@@ -104,18 +104,6 @@ def test_job_repeats_a_transfer_until_its_end_is_reported(desk: Desk) -> None:
     assert not desk.dispatcher.repeats("again")
 
 
-def test_an_order_whose_transfer_is_under_way_changes_nothing(desk: Desk) -> None:
-    first = desk.arrive("first", "a", {"t": "a"})
-    second = desk.arrive("second", "b", {"t": "b"})
-    desk.cache.allocate(first, 0)
-    desk.cache.allocate(second, 0)
-    assert desk.take("first", "second") == [("t", "a")]
-    desk.cache.free(first)
-    desk.cache.free(second)
-    desk.dispatcher.transfers_ended(["t"])
-    assert desk.cache.num_freeable_slots == 10
-
-
 @pytest.mark.parametrize(
     "changed",
     [{"proof": ""}, {"transfer_id": "other"}, {"item_uuid": "b"}, {"consumer": "tcp://mine"}],

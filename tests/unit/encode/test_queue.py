@@ -146,21 +146,6 @@ def test_an_item_in_the_cache_is_kept_and_not_computed_again() -> None:
     assert desk.cache.holders("cat") == {"cat of b", "cat of c"}
 
 
-def test_cached_items_of_a_waiting_request_can_be_evicted() -> None:
-    desk = Desk()
-    desk.arrive("a", ("cat", 5))
-    desk.step()
-    desk.transferred("a", "cat")
-    desk.arrive("b", ("dog", 5))
-    desk.step()
-    desk.arrive("c", ("cat", 5), ("emu", 5))
-    assert desk.step() == []
-    assert desk.cache.holders("cat") == frozenset()
-    desk.transferred("b", "dog")
-    assert desk.step() == ["c"]
-    assert "dog" not in desk.cache
-
-
 def test_repeated_job_takes_nothing_until_its_transfer_has_ended() -> None:
     desk = Desk()
     desk.arrive("a", ("cat", 5))

@@ -214,14 +214,3 @@ def test_item_encoded_during_a_reset_is_encoded_again(shared: Shared) -> None:
     assert shared.told == ["a"] and not shared.answered()
     shared.encoded("a")
     assert shared.answered() == [job] == shared.sent()
-
-
-def test_item_evicted_in_a_step_is_encoded_in_the_next(shared: Shared) -> None:
-    shared.ask("a")
-    assert shared.told == ["a"]
-    shared.encoded("a")
-    shared.arrived("a")
-    shared.cache.reset()
-    shared.ask("a")
-    assert shared.told == [], "they forget behind what they encode"
-    assert shared.told == ["a"]

@@ -26,13 +26,6 @@ def cache() -> TwoLevelCache:
     return encoder_cache(10)
 
 
-def test_space_is_not_taken_from_an_entry_that_is_held(cache: TwoLevelCache) -> None:
-    assert encode(cache, request("r", ("held", 5)))
-    assert not cache.make_space(6)
-    assert cache.make_space(5)
-    assert room(cache) == (5, 5)
-
-
 def test_an_item_with_space_is_not_given_space_again(cache: TwoLevelCache) -> None:
     item = Item("cat", 4)
     cache.occupy(item, State.RESERVED)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.items.prompt import match_transfers, metadata_only_items
+from epd_portable.items.prompt import match_transfers
 from epd_portable.items.table import ItemRequest, PromptItem
 from epd_portable.wire.params import ExpectedTransfer, ItemOutcome, PrefillParams, Source
 from tests.unit.builders import place
@@ -54,24 +54,6 @@ def test_transfers_are_matched_by_hash_and_then_by_order(
 ) -> None:
     assert matched(names, transfers) == found
     assert match_transfers(items(names), None) == {}
-
-
-def prompt_item(name: str, *, has_media: bool = True) -> PromptItem:
-    return place(name, spec(1), has_media=has_media)
-
-
-@pytest.mark.parametrize(
-    ("can_encode", "expected"), [(True, {"without", "told"}), (False, {"with", "without", "told"})]
-)
-def test_bare_is_what_has_no_media_by_the_engine_or_by_the_front(
-    can_encode: bool, expected: set[str]
-) -> None:
-    items = [prompt_item("with"), prompt_item("without", has_media=False), prompt_item("told")]
-    transfers = {
-        name: ExpectedTransfer(transfer_id=f"t-{name}", item_uuid=name, media=name != "told")
-        for name in ("with", "told")
-    }
-    assert metadata_only_items(items, transfers, can_encode=can_encode) == expected
 
 
 def record(*ends: tuple[str, int]) -> ItemRequest:

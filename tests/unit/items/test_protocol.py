@@ -37,6 +37,7 @@ from tests.unit.items.transfers_desk import (
     written,
 )
 
+ELSEWHERE = peer("encode-a", host="another")
 OTHER_SPEC = TensorSpec(shape=(5, 8), dtype="float32")
 
 
@@ -180,9 +181,18 @@ def test_attempts_without_end_fail_the_transfer(desk: Desk) -> None:
         ({"mm_hash": "another item"}, "unexpected"),
         ({"tensor": OTHER_SPEC}, "unexpected"),
         ({"tensor": TensorSpec(shape=(4, 8), dtype="float16")}, "unexpected"),
+        ({"producer": ELSEWHERE}, "no_common_path"),
     ],
 )
-def test_an_unfit_encoder_is_refused(desk: Desk, changed: dict[str, Any], code: str) -> None:
+def test_an_unfit_encoder_is_refused(
+    desk: Desk, changed: dict[str, Any], code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(producer: PeerDescriptor) -> PathEndpoint:
+        if producer == ELSEWHERE:
+            raise NoCommonPathError("other platforms")
+        return desk.path
+
+    monkeypatch.setattr(desk, "choose", choose)
     desk.expect()
     desk.give_room()
     for _ in range(2):
@@ -205,23 +215,6 @@ def test_encoder_of_another_version_is_replaced(desk: Desk, early: bool) -> None
     if not early:
         desk.receive(A, foreign)
     assert desk.events == [("refused", "t", "incompatible")]
-    desk.receive(B, announce(B))
-    assert desk.said() == ["b t grant 1"]
-
-
-def test_encoder_without_common_path_is_replaced(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def choose(producer: PeerDescriptor) -> PathEndpoint:
-        if producer == PEERS[A]:
-            raise NoCommonPathError("other platforms")
-        return desk.path
-
-    monkeypatch.setattr(desk, "choose", choose)
-    desk.expect()
-    desk.give_room()
-    desk.receive(A, announce())
-    assert desk.said() == ["a t nack no_common_path"]
     desk.receive(B, announce(B))
     assert desk.said() == ["b t grant 1"]
 

@@ -126,19 +126,6 @@ def test_an_item_that_no_transfer_was_to_bring_is_no_fallback() -> None:
     assert events(pd) == {"epd_pd_items_total{source=local}": 1}
 
 
-def test_a_request_that_cannot_be_answered_is_counted_by_code() -> None:
-    pd = PrefillSide(can_encode=False)
-    pd.arrive("r", CAT)
-    pd.clock.now += TIMEOUT_S
-    pd.step()
-    pd.arrive("large", Item("whale", 9, "t-whale"))
-    assert events(pd) == {
-        "epd_pd_transfers_failed_total{cause=timeout}": 1,
-        "epd_pd_requests_failed_total{code=unavailable}": 1,
-        "epd_pd_requests_failed_total{code=too_large}": 1,
-    }
-
-
 def test_a_refused_announcement_is_counted_by_code() -> None:
     pair = Pair()
     pair.pd.arrive("r", CAT)
