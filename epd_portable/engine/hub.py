@@ -25,9 +25,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.roles import Role
 from epd_portable.config.secret import Secret
-from epd_portable.errors import ProtocolError, TransportError
+from epd_portable.errors import ProtocolError
 from epd_portable.placement.estimates import Pace
-from epd_portable.transfer.curve import CurveGate, CurveKeys
+from epd_portable.transfer.curve import CurveKeys, Listener
 from epd_portable.transfer.sessions import new_session
 from epd_portable.vllm_plugin.job_items import JobReader, is_proved
 from epd_portable.vllm_plugin.requests import take_params
@@ -112,24 +112,15 @@ class Hub:
         self._held: set[str] = set()
         self._pace = Pace()
         self.well = False
-        self._context = zmq.Context()
-        socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        socket.setsockopt(zmq.RCVHWM, _WAITING_MESSAGES)
-        socket.setsockopt(zmq.MAXMSGSIZE, jobs.CHUNK_BYTES)
-        socket.setsockopt(zmq.LINGER, 200)
         self._secret = Secret.read(config.secret_file)
-        self._gate: CurveGate | None = None
-        if not plain:
-            keys = CurveKeys.derive(self._secret)
-            self._gate = CurveGate(socket, address, keys, name="job channel")
-        try:
-            socket.bind(address)
-        except zmq.ZMQError as error:
-            raise TransportError(
-                f"job channel cannot listen on {address}: {error}; free it or take another"
-            ) from error
-        self._socket = zmq.asyncio.Socket.from_socket(socket)
+        self._listener = Listener(
+            address,
+            None if plain else CurveKeys.derive(self._secret),
+            name="job channel",
+            max_bytes=jobs.CHUNK_BYTES,
+            waiting=_WAITING_MESSAGES,
+        )
+        self._socket = zmq.asyncio.Socket.from_socket(self._listener.socket)
 
     async def serve(self, client: Any) -> None:
         """Take jobs until the engine ends."""
@@ -143,9 +134,7 @@ class Hub:
             self.well = False
             for each in tasks:
                 each.cancel()
-            if self._gate is not None:
-                self._gate.close()
-            self._context.destroy(linger=200)
+            self._listener.close()
         for each in tasks:
             if each.done() and not each.cancelled() and (error := each.exception()) is not None:
                 raise error
@@ -372,8 +361,7 @@ class Hub:
         question: asyncio.Future[Any] | None = None
         while True:
             await asyncio.sleep(jobs.BEAT_S)
-            if self._gate is not None:
-                self._gate.log_refusals()
+            self._listener.log_refusals()
             if question is None or question.done():
                 self._unanswered = 0
                 question = asyncio.ensure_future(

@@ -28,7 +28,7 @@ import zmq
 from epd_portable.errors import ConfigError, ProtocolError, TransportError
 from epd_portable.log import trace
 from epd_portable.transfer.connections import Connections
-from epd_portable.transfer.curve import CurveGate, CurveKeys, connect_client, receive_parts
+from epd_portable.transfer.curve import CurveKeys, Listener, connect_client, receive_parts
 from epd_portable.transfer.pool import check_private, path_of
 from epd_portable.transfer.registry import paths_within_host
 from epd_portable.wire import codec
@@ -140,6 +140,9 @@ class ControlServer:
     Args:
         pool: Name of the receive pool, next to which it takes datagrams; empty for none.
 
+    Attributes:
+        address: ZMQ address, with the port that was chosen for port 0.
+
     Raises:
         ConfigError: The datagram socket cannot be made.
         TransportError: The address cannot be bound.
@@ -147,32 +150,23 @@ class ControlServer:
 
     def __init__(self, address: str, session: str, keys: CurveKeys, pool: str = "") -> None:
         self._session = session
-        self._inbox = DatagramInbox(pool) if pool else None
         self._foreign = _ForeignPeers()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        # A peer that connects again has lost its former connection.
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.set_hwm(_HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.LINGER, 200)
+        with contextlib.ExitStack() as opened:
+            self._listener = Listener(
+                address,
+                keys,
+                name="control channel",
+                max_bytes=codec.MAX_MESSAGE_BYTES,
+                waiting=_HIGH_WATER_MARK,
+            )
+            opened.callback(self._listener.close)
+            self._inbox = DatagramInbox(pool) if pool else None
+            opened.pop_all()
+        self._socket, self.address = self._listener.socket, self._listener.address
         self._alarm = _Alarm()
         self._alarm.watch(self._socket)
         if self._inbox is not None:
             self._alarm.watch_descriptor(self._inbox.fileno())
-        self._gate = CurveGate(self._socket, address, keys, name="control channel")
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self.close()
-            raise TransportError(
-                f"control channel cannot listen on {address}: {error}; free it or take another"
-            ) from error
-
-    @property
-    def address(self) -> str:
-        """ZMQ address, with the port that was chosen for port 0."""
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def wait(self, timeout_s: float) -> None:
         """Return when messages may have arrived, after `wake`, or when the time is over.
@@ -207,7 +201,7 @@ class ControlServer:
             if isinstance(message, Foreign):
                 self._refuse(identity, message)
         if not received:  # Peers that wait for a reply come first.
-            self._gate.log_refusals()
+            self._listener.log_refusals()
         return received
 
     def _refuse(self, identity: bytes, message: Foreign) -> None:
@@ -231,8 +225,7 @@ class ControlServer:
 
     def close(self) -> None:
         """Close the channel; lingers for at most 0.2 s."""
-        self._gate.close()
-        self._context.destroy()
+        self._listener.close()
         self._alarm.close()
         if self._inbox is not None:
             self._inbox.close()

@@ -120,28 +120,51 @@ def receive_parts(socket: zmq.Socket[bytes], *, most: int) -> list[bytes]:
     return parts
 
 
-class CurveGate:
-    """Lets only holders of the secret through to a listening socket.
+class Listener:
+    """A listening socket (ROUTER), to which only holders of the secret get through.
 
-    Made before the socket is bound, and after its ``MAXMSGSIZE`` is set.
+    Args:
+        keys: ``None`` for a socket that encrypts nothing and is open to all.
+        name: For messages.
+        max_bytes: Largest frame.
+        waiting: Most messages of a peer that wait to be read.
 
     Attributes:
+        address: With the port that was chosen for port 0.
         refused: Connections that were refused so far: no key, a wrong one, or no encryption.
+
+    Raises:
+        TransportError: The address cannot be bound.
     """
 
     def __init__(
-        self, socket: zmq.Socket[bytes], address: str, keys: CurveKeys, *, name: str
+        self, address: str, keys: CurveKeys | None, *, name: str, max_bytes: int, waiting: int
     ) -> None:
         self._name = f"{name} at {address}"
         self.refused = 0
         self._logged = 0
         self._next_log_s = 0.0
-        socket.curve_secretkey = keys.server_secret
-        socket.curve_publickey = keys.server_public
-        socket.curve_server = True
-        _prepare(socket)
-        self._socket = socket
-        self._events = socket.get_monitor_socket(_REFUSALS)
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        # A peer that connects again has lost its former connection.
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.socket.setsockopt(zmq.RCVHWM, waiting)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        self.socket.setsockopt(zmq.LINGER, 200)
+        if keys is not None:
+            self.socket.curve_secretkey = keys.server_secret
+            self.socket.curve_publickey = keys.server_public
+            self.socket.curve_server = True
+            _prepare(self.socket)
+        self._events = self.socket.get_monitor_socket(_REFUSALS)
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise TransportError(
+                f"{name} cannot listen on {address}: {error}; free it or take another"
+            ) from error
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def log_refusals(self) -> None:
         """Count and log refusals since the last call."""
@@ -159,9 +182,10 @@ class CurveGate:
             self._logged, self._next_log_s = self.refused, now + _LOG_EVERY_S
 
     def close(self) -> None:
-        """Stop monitoring; before the socket is closed."""
-        self._socket.disable_monitor()
+        """Close the socket; lingers for at most 0.2 s."""
+        self.socket.disable_monitor()
         self._events.close(linger=0)
+        self._context.destroy()
 
 
 def _prepare(socket: zmq.Socket[Any]) -> None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import zmq
 
-from epd_portable.transfer.curve import CurveGate, secure_client
+from epd_portable.transfer.curve import Listener, secure_client
+from epd_portable.wire.codec import MAX_MESSAGE_BYTES
 from tests.keyring import keys
 
 Fault = Callable[[random.Random, bytes], list[tuple[float, bytes]]]
@@ -104,10 +105,11 @@ class Meddler:
         self._thread.join()
 
     def _run(self) -> None:
+        listener = Listener(
+            self.address, keys(), name="meddler", max_bytes=MAX_MESSAGE_BYTES, waiting=1000
+        )
+        front = listener.socket
         with zmq.Context() as context:
-            front = context.socket(zmq.ROUTER)
-            gate = CurveGate(front, self.address, keys(), name="meddler")
-            front.bind(self.address)
             backs: dict[bytes, zmq.Socket[bytes]] = {}
             while not self._stop:
                 while front.poll(1):
@@ -130,8 +132,8 @@ class Meddler:
                         secure_client(back, keys())
                         back.connect(self._consumer)
                     backs[seen.producer].send(seen.data)
-            gate.close()
-            for socket in (front, *backs.values()):
+            listener.close()
+            for socket in backs.values():
                 socket.close(linger=0)
 
     def _take(self, seen: Seen) -> None:

@@ -31,7 +31,6 @@ class MultimodalDecider(Parameters):
     encoderTimeout: Count | None = None
 
     def disaggregate(self, request: SelectionRequest, decode: Instance | None) -> bool:
-        """See `Decider`."""
         item = request.item
         if not self.enableEncoding or item is None:
             return False

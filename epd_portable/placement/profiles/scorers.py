@@ -165,7 +165,6 @@ class PrefixCache(Parameters):
         return None
 
     def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
-        """See `Scorer`."""
         whole = request.prompt.up_to(len(request.blocks)) or 1
         return [tokens / whole for tokens in request.cached_tokens(candidates)]
 
@@ -183,7 +182,6 @@ class EmbeddingsCache(Parameters):
         return size // ENTRY_MIB if size else None
 
     def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
-        """See `Scorer`."""
         items = request.items if request.item is None else (request.item,)
         names = [item.item_uuid for item in items]
         most = len(names) or 1
@@ -224,7 +222,6 @@ class ConsistentHashScorer(OnRing):
     loadBound: Annotated[float, Field(gt=1, le=1e6, strict=False)] = LOAD_BOUND
 
     def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
-        """See `Scorer`."""
         ring = self.ring(request.stage, candidates)
         chosen = ring.choose(request.affinity, candidates, self.loadBound)
         return [float(each is chosen) for each in candidates]
@@ -257,7 +254,6 @@ class MaxScorePicker(Parameters):
     def pick(
         self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
     ) -> Instance:
-        """See `ScorePicker`."""
         best = max(scores)
         equal = [each for each, score in zip(candidates, scores, strict=True) if score == best]
         return equal[int(request.chance() * len(equal))]

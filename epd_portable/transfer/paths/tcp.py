@@ -15,13 +15,12 @@ import zmq
 from epd_portable.errors import (
     LeaseExpiredError,
     ProtocolError,
-    TransportError,
     TransportTimeoutError,
 )
 from epd_portable.log import trace
 from epd_portable.transfer.connections import Connections
 from epd_portable.transfer.copies import DeviceCopies
-from epd_portable.transfer.curve import CurveGate, CurveKeys, connect_client
+from epd_portable.transfer.curve import CurveKeys, Listener, connect_client
 from epd_portable.transfer.paths.base import (
     LeaseFence,
     PathReceiver,
@@ -150,21 +149,16 @@ class TcpReceiver(PathReceiver):
 
     def __init__(self, end: ReceivingEnd) -> None:
         assert isinstance(end.fence, LeaseFence) and end.keys is not None, "not in a worker"
-        bind = end.data_address
         self._memory = end.memory()
         self._fence = end.fence
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        # A message is two frames.
-        self._socket.setsockopt(zmq.RCVHWM, WINDOW)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES)
-        self._gate = CurveGate(self._socket, bind, end.keys, name="receiver of tcp")
-        try:
-            self._socket.bind(bind)
-        except zmq.ZMQError as error:
-            self._close_sockets()
-            raise TransportError(f"cannot receive on {bind}: {error}") from error
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._listener = Listener(
+            end.data_address,
+            end.keys,
+            name="receiver of tcp",
+            max_bytes=CHUNK_BYTES,
+            waiting=WINDOW,  # A message is two frames.
+        )
+        self.address = self._listener.address
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="epd-tcp-receiver", daemon=True)
         self._thread.start()
@@ -174,19 +168,15 @@ class TcpReceiver(PathReceiver):
         self._stop.set()
         self._thread.join()
 
-    def _close_sockets(self) -> None:
-        self._gate.close()
-        self._socket.close(linger=0)
-        self._context.term()
-
     def _run(self) -> None:
+        socket = self._listener.socket
         while not self._stop.is_set():
-            self._gate.log_refusals()
-            if self._socket.poll(_POLL_MS):
-                identity, header, *rest = self._socket.recv_multipart(copy=False)
+            self._listener.log_refusals()
+            if socket.poll(_POLL_MS):
+                identity, header, *rest = socket.recv_multipart(copy=False)
                 answer = self._receive(header.buffer, [frame.buffer for frame in rest])
-                self._socket.send_multipart([identity.bytes, _encode(answer)])
-        self._close_sockets()
+                socket.send_multipart([identity.bytes, _encode(answer)])
+        self._listener.close()
 
     def _receive(self, header: memoryview, frames: list[memoryview]) -> _Answer:
         try:

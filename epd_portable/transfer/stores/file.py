@@ -49,7 +49,7 @@ _LOOK_EVERY_S = 0.005
 
 
 class FileStore(Store):
-    """See `Store`."""
+    """Entries as files of a folder."""
 
     def __init__(self, section: StoreSection) -> None:
         assert section.path is not None
@@ -60,15 +60,12 @@ class FileStore(Store):
         self._timeout_s = section.timeout_s
 
     def has_caches(self, keys: Sequence[str]) -> list[bytes | None]:
-        """See `Store`."""
         return [self._head(key) for key in keys]
 
     def save_caches(self, entries: Sequence[Entry]) -> int:
-        """See `Store`."""
         return sum(map(self._save, entries))
 
     def load_cache(self, key: str, into: memoryview) -> bytes | None:
-        """See `Store`."""
         with _translated(f"entry {key} cannot be read"), self._opened(key) as file:
             if file is None:
                 return None
@@ -85,19 +82,17 @@ class FileStore(Store):
             return _head_in(header)
 
     def discard(self, key: str) -> None:
-        """See `Store`."""
         with _translated(f"entry {key} cannot be removed"):
             self._path(key).unlink(missing_ok=True)
 
     def check(self) -> str:
-        """See `Store`."""
         with _translated(f"store.path {self._root} cannot be used"):
             with self._counting() as usage:
                 total = _read_usage(usage)
             return f"{total >> 20} MiB of at most {self._max_bytes >> 20} MiB are used"
 
     def close(self) -> None:
-        """See `Store`; nothing is open between calls."""
+        """Close nothing: no file is open between calls."""
 
     # --------------------------------------------------------------------------------------------
 

@@ -121,7 +121,6 @@ class RedisStore(Store):
         self._reserve = self._client.register_script(_RESERVE)
 
     def has_caches(self, keys: Sequence[str]) -> list[bytes | None]:
-        """See `Store`."""
         if not keys:
             return []
         names = [_INDEX, *(_ENTRY + key for key in keys)]
@@ -131,7 +130,6 @@ class RedisStore(Store):
         return found
 
     def save_caches(self, entries: Sequence[Entry]) -> int:
-        """See `Store`."""
         now = _now_ms()
         largest = max((each.payload.nbytes for each in entries), default=0)
         if largest > self._max_bytes:
@@ -155,7 +153,6 @@ class RedisStore(Store):
             return sum(pipe.execute()[::3])
 
     def load_cache(self, key: str, into: memoryview) -> bytes | None:
-        """See `Store`."""
         name, parts = _ENTRY + key, [*_parts(into)]
         sizes = [each.nbytes for each in parts]
         fields = [_HEAD, *(f"{_PART}{number}" for number in range(len(parts)))]
@@ -183,12 +180,10 @@ class RedisStore(Store):
         return head
 
     def discard(self, key: str) -> None:
-        """See `Store`."""
         with self._translated("removing"):
             self._client.unlink(_ENTRY + key)
 
     def check(self) -> str:
-        """See `Store`."""
         with self._translated("looking"):
             info = self._client.info("server")
             used = int(self._client.get(_BYTES) or 0)
@@ -196,7 +191,6 @@ class RedisStore(Store):
         return f"version {version}; {used >> 20} MiB of at most {self._max_bytes >> 20} MiB used"
 
     def close(self) -> None:
-        """See `Store`."""
         self._client.close()
         self._client.connection_pool.disconnect()
 

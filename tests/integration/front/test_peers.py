@@ -38,7 +38,7 @@ from epd_portable.front.client import SplitClient
 from epd_portable.front.engines import EngineSettings, FrontEngine
 from epd_portable.front.exchange import FrontExchange, GracefulHTTPError, exchange
 from epd_portable.front.http import FrontMiddleware
-from epd_portable.transfer.curve import CurveGate, read_keys, secure_client
+from epd_portable.transfer.curve import Listener, read_keys, secure_client
 from epd_portable.transfer.stores.lookup import StoredItem
 from epd_portable.vllm_plugin.agreement import kv_form
 from epd_portable.vllm_plugin.job_items import JobReader, to_job
@@ -464,17 +464,17 @@ async def played_hub(
 ) -> AsyncIterator[tuple[zmq.asyncio.Socket, bytes]]:
     """Let a socket join as the hub of ``e-far``; gives it, and who has sent the first heartbeat."""
     address = f"tcp://127.0.0.1:{free_port()}"
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as plain:
-        gate = CurveGate(plain, address, read_keys(str(folder / "secret")), name="hub")
-        plain.bind(address)
-        hub = zmq.asyncio.Socket.from_socket(plain)
-        try:
-            await client.engines.join(EngineSettings(name="e-far", role="encode", url=address))
-            identity, _ = await hub.recv_multipart()
-            yield hub, identity
-        finally:
-            gate.close()
-            hub.close(linger=0)
+    listener = Listener(
+        address, read_keys(str(folder / "secret")), name="hub", max_bytes=1 << 20, waiting=1000
+    )
+    hub = zmq.asyncio.Socket.from_socket(listener.socket)
+    try:
+        await client.engines.join(EngineSettings(name="e-far", role="encode", url=address))
+        identity, _ = await hub.recv_multipart()
+        yield hub, identity
+    finally:
+        hub.close(linger=0)
+        listener.close()
 
 
 async def test_other_version_of_hub_is_why_an_engine_is_down(front: Any, tmp_path: Path) -> None:
@@ -895,7 +895,7 @@ async def test_messages_of_a_front_without_a_key_are_not_read(elsewhere: Begin, 
         plain.connect(far.url)
         with contextlib.suppress(zmq.Again):  # The connection may be refused before.
             await plain.send(jobs.encode(jobs.Beat(front="x"), "x"), zmq.DONTWAIT)
-        await until_async(lambda: far.hub._gate.refused)
+        await until_async(lambda: far.hub._listener.refused)
     assert not far.hub._fronts
 
 

@@ -64,7 +64,7 @@ def meet(clients: ControlClients, consumer: Consumer, path: str = "shm") -> None
 
 
 def by_datagram(clients: ControlClients, consumer: Consumer, message: AnyMessage) -> bool:
-    consumer._gate.log_refusals()
+    consumer._listener.log_refusals()
     with mock.patch.object(control, "receive_parts", side_effect=control.receive_parts) as zmq:
         clients.send(consumer.address, message)
         assert until(consumer.receive) == [(b"client", message)]

@@ -178,7 +178,7 @@ def test_strangers_are_refused(
         stranger.connect(server.address)
         tell(stranger, encode(message, session="s"))
     heard: list[object] = []
-    until(lambda: heard.extend(server.receive()) or server._gate.refused)
+    until(lambda: heard.extend(server.receive()) or server._listener.refused)
     assert heard == []
     clients(stack, held).send(server.address, message)
     until(server.receive)
