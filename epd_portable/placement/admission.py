@@ -272,37 +272,31 @@ class AdmissionMetrics(Instruments):
         )
 
 
+@dataclass(eq=False)
 class AdmissionControl:
     """Admits requests within the limits of ``front.admission``.
 
-    Args:
+    Attributes:
         servers: API servers, each of which has its part of every limit.
     """
 
-    def __init__(
-        self,
-        settings: AdmissionSection,
-        instances: EndpointPool,
-        metrics: AdmissionMetrics,
-        *,
-        servers: int = 1,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._settings = settings
-        self._instances = instances
-        self._metrics = metrics
-        self._servers = servers
-        self._clock = clock
-        self._bounds = _bounds(settings)
+    settings: AdmissionSection
+    instances: EndpointPool
+    metrics: AdmissionMetrics
+    servers: int = 1
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._bounds = _bounds(self.settings)
         self._queue = AdmissionQueue(
             [self._limit(bound) for bound in self._bounds],
-            max_waiting=math.ceil(settings.max_waiting / servers),
+            max_waiting=math.ceil(self.settings.max_waiting / self.servers),
         )
         self._encode_kinds = [n for n, bound in enumerate(self._bounds) if bound.duty == "encode"]
         self._pace = Pace()
         self._waiters: dict[QueuedRequest, asyncio.Future[RequestError | None]] = {}
         if any(bound.duty for bound in self._bounds):
-            instances.watch(self._rescale)
+            self.instances.watch(self._rescale)
 
     async def enter(
         self, *, items: int, nbytes: int, key: bytes = b"", priority: int = 0
@@ -320,10 +314,10 @@ class AdmissionControl:
         if not self._bounds:
             return None
         takes: dict[Kind, int] = {"requests": 1, "items": items, "bytes": nbytes}
-        heeded = priority if self._settings.use_priority else 0
+        heeded = priority if self.settings.use_priority else 0
         amounts = [takes[bound.kind] for bound in self._bounds]
         request = QueuedRequest(amounts, key=key, priority=heeded)
-        self._pace.see(self._clock(), busy=self._queue.admitted > 0)
+        self._pace.see(self.clock(), busy=self._queue.admitted > 0)
         self._queue.enter(request)
         if request.where == "waiting":
             await self._wait(request)
@@ -339,20 +333,20 @@ class AdmissionControl:
         """Note that a request has ended."""
         if request is None:
             return
-        self._pace.see(self._clock(), busy=True)
+        self._pace.see(self.clock(), busy=True)
         self._pace.count_end()
         self._queue.leave(request)
         self._admit()
 
     async def _wait(self, request: QueuedRequest) -> None:
         loop = asyncio.get_running_loop()
-        longest_s = self._settings.max_wait_s
+        longest_s = self.settings.max_wait_s
         waiter = self._waiters[request] = loop.create_future()
         why = f"its turn did not come within {longest_s:g} s"
         timer = loop.call_later(longest_s, self._refuse, request, "timeout", why)
-        started = self._clock()
+        started = self.clock()
         name = _class(request.priority)
-        self._metrics.waiting.labels(name).inc()
+        self.metrics.waiting.labels(name).inc()
         try:
             self._admit()
             if (other := self._queue.reject()) is not None:
@@ -372,8 +366,8 @@ class AdmissionControl:
         finally:
             timer.cancel()
             del self._waiters[request]
-            self._metrics.waiting.labels(name).dec()
-            self._metrics.wait_s.labels(name).observe(self._clock() - started)
+            self.metrics.waiting.labels(name).dec()
+            self.metrics.wait_s.labels(name).observe(self.clock() - started)
 
     def _admit(self) -> None:
         if not self._queue.waiting:
@@ -389,7 +383,7 @@ class AdmissionControl:
         if waiter.done():
             return
         bound = self._bounds[self._queue.lacking_limit(request)]
-        self._metrics.refused.labels(reason, bound.key).inc()
+        self.metrics.refused.labels(reason, bound.key).inc()
         for_each = f" for each usable instance of {bound.duty}" if bound.duty else ""
         retry_s = self._retry_after_s()
         waiter.set_result(
@@ -404,7 +398,7 @@ class AdmissionControl:
 
     def _retry_after_s(self) -> int:
         """Return when those that wait now have gone, at the pace that was observed."""
-        self._pace.see(self._clock(), busy=self._queue.admitted > 0)
+        self._pace.see(self.clock(), busy=self._queue.admitted > 0)
         wait_s = (self._queue.waiting + 1) * self._pace.seconds_each
         return max(1, math.ceil(min(wait_s, LONGEST_RETRY_S)))
 
@@ -422,9 +416,9 @@ class AdmissionControl:
         A request then is rejected with 503, or its items are encoded where its response is
         generated.
         """
-        limit: float = bound.limit / self._servers
+        limit: float = bound.limit / self.servers
         if bound.duty is not None:
-            limit *= sum(each.weight for each in self._instances.usable(bound.duty))
+            limit *= sum(each.weight for each in self.instances.usable(bound.duty))
         return math.ceil(limit) or None
 
 

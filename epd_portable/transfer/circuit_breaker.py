@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 BreakerState = Literal["closed", "half_open", "open"]
@@ -16,6 +17,7 @@ LONGEST_S = 30.0
 _JITTER = 0.25
 
 
+@dataclass(eq=False, kw_only=True)
 class CircuitBreaker:
     """A circuit breaker; for several threads.
 
@@ -24,27 +26,20 @@ class CircuitBreaker:
     again. Each opening lasts twice as long as the one before, from ``first_s`` to ``longest_s``,
     and as short as the first if that one ended more than ``longest_s`` ago.
 
-    Args:
+    Attributes:
         chance: Returns a number from 0 to 1, for jitter of a quarter; 0.5 for none.
     """
 
-    def __init__(
-        self,
-        *,
-        first_s: float = FIRST_S,
-        longest_s: float = LONGEST_S,
-        clock: Callable[[], float] = time.monotonic,
-        chance: Callable[[], float] = random.random,
-    ) -> None:
-        self._first_s = first_s
-        self._longest_s = longest_s
-        self._clock = clock
-        self._chance = chance
+    first_s: float = FIRST_S
+    longest_s: float = LONGEST_S
+    clock: Callable[[], float] = time.monotonic
+    chance: Callable[[], float] = random.random
+
+    def __post_init__(self) -> None:
         self._until = -math.inf
         self._lock = threading.Lock()
-        self._next_s = first_s
-        self._is_open = False
-        self._asking = False
+        self._next_s = self.first_s
+        self._is_open = self._asking = False
 
     @property
     def state(self) -> BreakerState:
@@ -52,14 +47,14 @@ class CircuitBreaker:
         with self._lock:
             if not self._is_open:
                 return "closed"
-            return "half_open" if self._clock() >= self._until else "open"
+            return "half_open" if self.clock() >= self._until else "open"
 
     def allows(self) -> bool:
         """Return whether a call is allowed; the caller reports by `close` or `failed`."""
         with self._lock:
             if not self._is_open:
                 return True
-            if self._asking or self._clock() < self._until:
+            if self._asking or self.clock() < self._until:
                 return False
             self._asking = True
             return True
@@ -81,9 +76,9 @@ class CircuitBreaker:
             return was_closed
 
     def _open(self) -> None:
-        now = self._clock()
-        if now - self._until > self._longest_s:
-            self._next_s = self._first_s
-        self._until = now + self._next_s * (1 - _JITTER + 2 * _JITTER * self._chance())
-        self._next_s = min(2 * self._next_s, self._longest_s)
+        now = self.clock()
+        if now - self._until > self.longest_s:
+            self._next_s = self.first_s
+        self._until = now + self._next_s * (1 - _JITTER + 2 * _JITTER * self.chance())
+        self._next_s = min(2 * self._next_s, self.longest_s)
         self._is_open = True

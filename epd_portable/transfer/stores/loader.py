@@ -24,7 +24,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -83,42 +83,34 @@ class _Load:
     too_slow: bool = False
 
 
+@dataclass(eq=False)
 class StoreLoader:
     """Fills slots from a store.
 
-    Args:
+    Attributes:
+        peer: The instance; the loader announces as its part.
         namespace: Of the engine, see `Seal.namespace`.
         timeout_s: Longest time from the grant of a slot to its *written*.
         wake: Has the receiver take its turn.
         breaker: Opens when the store does not reply.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        seal: Seal,
-        peer: PeerDescriptor,
-        namespace: str,
-        memory: SharedMemory,
-        *,
-        timeout_s: float,
-        wake: Callable[[], None],
-        breaker: CircuitBreaker | None = None,
-        metrics: StoreMetrics | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._store = store
-        self._seal = seal
-        self._peer = msgspec.structs.replace(
-            peer, instance=STORE, paths=(PathEndpoint(path=STORE),)
+    store: Store
+    seal: Seal
+    peer: PeerDescriptor
+    namespace: str
+    memory: SharedMemory
+    _: KW_ONLY
+    timeout_s: float
+    wake: Callable[[], None]
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    metrics: StoreMetrics = field(default_factory=lambda: StoreMetrics("pd"))
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._own_peer = msgspec.structs.replace(
+            self.peer, instance=STORE, paths=(PathEndpoint(path=STORE),)
         )
-        self._namespace = namespace
-        self._memory = memory
-        self._timeout_s = timeout_s
-        self._wake = wake
-        self._breaker = breaker or CircuitBreaker()
-        self._metrics = metrics or StoreMetrics("pd")
-        self._clock = clock
         self._numbers = itertools.count(1)
         self._loads: dict[int, _Load] = {}
         self._outbox: list[AnyMessage] = []
@@ -136,7 +128,7 @@ class StoreLoader:
 
     def is_its_own(self, producer: PeerDescriptor) -> bool:
         """Return whether a producer is this loader."""
-        return producer is self._peer
+        return producer is self._own_peer
 
     # -- the receiver's turns --------------------------------------------------------------------
 
@@ -146,11 +138,11 @@ class StoreLoader:
         The entry must be the engine's item ``mm_hash`` of that shape and dtype.
         """
         load = _Load(transfer_id, next(self._numbers), key, mm_hash, tensor)
-        if not key.startswith(f"{self._namespace}-"):
-            self._metrics.asked("corrupt")
+        if not key.startswith(f"{self.namespace}-"):
+            self.metrics.asked("corrupt")
             return _not_stored(load, "its entry is of engines that serve something else")
         if reason := self._unavailable():
-            self._metrics.asked("unavailable")
+            self.metrics.asked("unavailable")
             return _not_stored(load, reason)
         self._loads[load.attempt] = load
         return Announce(
@@ -158,7 +150,7 @@ class StoreLoader:
             attempt=load.attempt,
             mm_hash=mm_hash,
             tensor=tensor,
-            producer=self._peer,
+            producer=self._own_peer,
         )
 
     def send(self, message: AnyMessage) -> None:
@@ -180,15 +172,15 @@ class StoreLoader:
         """Return ``(IDENTITY, message)`` of the loader's messages since the last call."""
         while not self._ended.empty():
             self._end(*self._ended.get())
-        now = self._clock()
+        now = self.clock()
         for load in list(self._loads.values()):
             if load.slot is None or load.too_slow or now < load.deadline_s:
                 continue
             load.too_slow = True
-            reason = f"the store has not brought it in {self._timeout_s:g} s (store.timeout_ms)"
+            reason = f"the store has not brought it in {self.timeout_s:g} s (store.timeout_ms)"
             self._open_breaker(reason)
             if not load.given_up:
-                self._metrics.asked("error")
+                self.metrics.asked("error")
                 self._outbox.append(_not_stored(load, reason))
                 self._give_up(load)
         messages, self._outbox = self._outbox, []
@@ -200,8 +192,8 @@ class StoreLoader:
             self._closing = True
             self._ordered.notify_all()
         for thread in self._threads:
-            thread.join(self._timeout_s)
-        self._store.close()
+            thread.join(self.timeout_s)
+        self.store.close()
 
     # --------------------------------------------------------------------------------------------
 
@@ -210,7 +202,7 @@ class StoreLoader:
         blocked = sum(each.too_slow for each in self._loads.values())
         if blocked >= _READERS:
             return _BLOCKED
-        state = self._breaker.state
+        state = self.breaker.state
         # One at a time tries a store that did not reply.
         tried = any(each.slot and not each.given_up for each in self._loads.values())
         return _BREAKER_OPEN if state == "open" or (state == "half_open" and tried) else ""
@@ -219,11 +211,11 @@ class StoreLoader:
         """Have a thread fill a slot, unless that cannot be any more since the announcement."""
         if reason := self._unavailable():
             del self._loads[load.attempt]
-            self._metrics.asked("unavailable")
+            self.metrics.asked("unavailable")
             self._outbox += [_not_stored(load, reason), _released(load)]
             return
         load.slot = slot
-        load.deadline_s = self._clock() + self._timeout_s
+        load.deadline_s = self.clock() + self.timeout_s
         with self._ordered:
             self._orders[load.attempt] = load
             self._ordered.notify()
@@ -244,17 +236,17 @@ class StoreLoader:
         if not load.too_slow:
             if result == "error":
                 self._open_breaker(reason)
-            elif result != "unavailable" and self._breaker.close():
+            elif result != "unavailable" and self.breaker.close():
                 logger.info("items are loaded from the store again")
-        self._metrics.breaker(self._breaker)
+        self.metrics.breaker(self.breaker)
         if load.given_up:
             self._outbox.append(_released(load))
             return
-        self._metrics.asked(result)
+        self.metrics.asked(result)
         if result != "hit":
             self._outbox += [_not_stored(load, reason), _released(load)]
             return
-        self._metrics.loaded_bytes.inc(load.tensor.nbytes)
+        self.metrics.loaded_bytes.inc(load.tensor.nbytes)
         self._outbox.append(
             Written(
                 transfer_id=load.transfer_id,
@@ -264,16 +256,16 @@ class StoreLoader:
         )
 
     def _open_breaker(self, reason: str) -> None:
-        if self._breaker.failed():
+        if self.breaker.failed():
             logger.warning("items are not loaded from the store for a while: %s", reason)
-        self._metrics.breaker(self._breaker)
+        self.metrics.breaker(self.breaker)
 
     # -- the threads -----------------------------------------------------------------------------
 
     def _run(self) -> None:
         while (load := self._next()) is not None:
             self._ended.put((load, *self._attempt(load)))
-            self._wake()
+            self.wake()
 
     def _next(self) -> _Load | None:
         """Block until there is a slot to fill; return ``None`` at the end."""
@@ -283,7 +275,7 @@ class StoreLoader:
 
     def _attempt(self, load: _Load) -> tuple[Ask, str]:
         """Fill a slot; return the result, with its reason unless it is a hit."""
-        if not self._breaker.allows():
+        if not self.breaker.allows():
             return "unavailable", _BREAKER_OPEN
         try:
             found = self._fill(load)
@@ -302,20 +294,20 @@ class StoreLoader:
         """Fill a slot; return whether there is an entry."""
         assert load.slot is not None
         begin_s = time.monotonic()
-        into = self._memory.buffer(load.slot.offset, load.slot.nbytes)
+        into = self.memory.buffer(load.slot.offset, load.slot.nbytes)
         try:
-            raw = self._store.load_cache(load.key, into)
+            raw = self.store.load_cache(load.key, into)
             if raw is None:
                 return False
-            head = self._seal.open(raw, load.key)
+            head = self.seal.open(raw, load.key)
             if (head.mm_hash, head.tensor) != (load.mm_hash, load.tensor):
                 raise CorruptEntryError(
                     f"entry {load.key} is {head.mm_hash} {head.tensor}, the request's item is "
                     f"{load.mm_hash} {load.tensor}"
                 )
-            self._seal.check(head, into)
+            self.seal.check(head, into)
         except CorruptEntryError:
-            self._store.discard(load.key)
+            self.store.discard(load.key)
             raise
         trace(
             "store.loaded",
