@@ -69,10 +69,7 @@ class OpenedSlab(Slab):
     """
 
     def __init__(self, platform: Platform, address: str) -> None:
-        try:
-            found: _SlabAddress = _read_address(address)
-        except TransportError as error:
-            raise TransportError(f"{address[:40]!r} names no device memory: {error}") from error
+        found: _SlabAddress = _read_address(address)
         self._session = found.session
         if self.is_gone:
             raise PeerLostError(f"device memory of {found.session} is gone with its process")

@@ -55,7 +55,7 @@ def address_reader(expected: Any, path: str) -> Callable[[str], Any]:
         try:
             return read_fields(base64.b85decode(address.encode()))
         except (ProtocolError, ValueError) as error:
-            raise TransportError(f"no address of {path}: {error}") from error
+            raise TransportError(f"{address[:40]!r} is no address of {path}: {error}") from error
 
     return read
 

@@ -50,6 +50,11 @@ def test_a_range_outside_is_refused_at_both_ends(
             end.tensor(offset, nbytes)
 
 
+def test_slab_is_refused_when_its_address_is_invalid(platform: SharingPlatform) -> None:
+    with pytest.raises(TransportError, match=r"'nonsense' is no address of device memory: "):
+        OpenedSlab(platform, "nonsense")
+
+
 def test_a_slab_of_an_ended_process_is_lost(platform: SharingPlatform, slab: DeviceSlab) -> None:
     pid, start, namespace, rest = new_session().split("-")
     ended = "-".join([pid, str(int(start) + 1), namespace, rest])
