@@ -473,7 +473,6 @@ async def played_hub(
         identity, _ = await hub.recv_multipart()
         yield hub, identity
     finally:
-        hub.close(linger=0)
         listener.close()
 
 
