@@ -72,15 +72,15 @@ class _Front:
     arriving: _Arriving | None = None
 
 
+@dataclass(eq=False)
 class Hub:
     """See the module; used in one thread's event loop.
 
-    Args:
+    Attributes:
         config: Names the engine and what it takes.
+        role: Of the engine.
         kv: Form of its KV; empty where it prefills for none.
         plain: Nothing is encrypted. A job is still proved to be a holder's of the secret.
-
-    Attributes:
         well: The engine responds.
 
     Raises:
@@ -88,22 +88,16 @@ class Hub:
         TransportError: The address cannot be bound.
     """
 
-    def __init__(
-        self,
-        address: str,
-        config: InstanceConfig,
-        role: Role,
-        fingerprint: str,
-        reader: JobReader,
-        *,
-        kv: str = "",
-        plain: bool = False,
-    ) -> None:
-        self._config = config
-        self._role = role
-        self._fingerprint = fingerprint
-        self._kv = kv
-        self._reader = reader
+    address: str
+    config: InstanceConfig
+    role: Role
+    fingerprint: str
+    reader: JobReader
+    kv: str = ""
+    plain: bool = False
+    well: bool = False
+
+    def __post_init__(self) -> None:
         self._session = new_session()
         self._fronts: dict[bytes, _Front] = {}
         self._owners: dict[str, bytes] = {}
@@ -111,11 +105,10 @@ class Hub:
         self._calls: set[asyncio.Task[None]] = set()
         self._held: set[str] = set()
         self._pace = Pace()
-        self.well = False
-        self._secret = Secret.read(config.secret_file)
+        self._secret = Secret.read(self.config.secret_file)
         self._listener = Listener(
-            address,
-            None if plain else CurveKeys.derive(self._secret),
+            self.address,
+            None if self.plain else CurveKeys.derive(self._secret),
             name="job channel",
             max_bytes=jobs.CHUNK_BYTES,
             waiting=_WAITING_MESSAGES,
@@ -126,7 +119,7 @@ class Hub:
         """Take jobs until the engine ends."""
         self._client = client
         self.well = True
-        logger.info("%s takes jobs of other machines", self._config.instance)
+        logger.info("%s takes jobs of other machines", self.config.instance)
         tasks = [asyncio.create_task(each) for each in (self._take(), self._pump(), self._tick())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -205,8 +198,8 @@ class Hub:
             self._refuse(identity, job, reason)
         elif job.job in self._owners:
             self._refuse(identity, job, "a job of this name is open")
-        elif nbytes > self._config.max_queued_bytes:
-            reason = f"{nbytes} bytes: at most {self._config.max_queued_bytes}"
+        elif nbytes > self.config.max_queued_bytes:
+            reason = f"{nbytes} bytes: at most {self.config.max_queued_bytes}"
             self._refuse(identity, job, reason)
         elif self._is_full(front, nbytes):
             retry_s = max(jobs.BEAT_S, self._load_of(None).seconds)
@@ -225,8 +218,8 @@ class Hub:
         fronts = [each for each in self._fronts.values() if each.jobs or each.arriving]
         sharing = len(fronts) + (front not in fronts)
         arriving = [each.arriving.data.nbytes for each in fronts if each.arriving]
-        count, most = self.open_jobs + len(arriving), self._config.max_queued_items
-        own_bytes, most_bytes = sum(front.jobs.values()) + nbytes, self._config.max_queued_bytes
+        count, most = self.open_jobs + len(arriving), self.config.max_queued_items
+        own_bytes, most_bytes = sum(front.jobs.values()) + nbytes, self.config.max_queued_bytes
         total = sum(sum(each.jobs.values()) for each in fronts) + sum(arriving) + nbytes
         too_many = count >= most and (len(front.jobs) * sharing >= most or count >= 2 * most)
         too_large = total > most_bytes and (
@@ -251,7 +244,7 @@ class Hub:
         front.arriving = None
         job = arriving.job
         try:
-            request = self._reader.request(job, arriving.data, time.time())
+            request = self.reader.request(job, arriving.data, time.time())
         except Exception as error:
             # Any: an engine's input thread would end by it.
             if not isinstance(error, ProtocolError):
@@ -276,7 +269,7 @@ class Hub:
 
     async def _reset(self, identity: bytes, message: jobs.Reset) -> None:
         """Let the engine use nothing that it has cached: weights have changed at a front."""
-        self._reader.resets += 1
+        self.reader.resets += 1
         await self._client.call_utility_async("reset_encoder_cache")
         load = self._load_of(self._fronts.get(identity))
         self._send(identity, jobs.Done(job=message.job, reason="stop", load=load))
@@ -300,12 +293,12 @@ class Hub:
 
     def _send_here(self, identity: bytes) -> None:
         here = jobs.Here(
-            name=self._config.instance,
-            role=self._role,
+            name=self.config.instance,
+            role=self.role,
             vllm=vllm.__version__,
-            fingerprint=self._fingerprint,
-            kv=self._kv,
-            most=self._config.max_queued_items,
+            fingerprint=self.fingerprint,
+            kv=self.kv,
+            most=self.config.max_queued_items,
             well=self.well,
             load=self._load_of(self._fronts.get(identity)),
         )

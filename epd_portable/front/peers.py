@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -38,40 +39,32 @@ _FIRST_BEAT_S = 0.1
 _REASONS = {str(each): each for each in FinishReason}
 
 
+@dataclass(eq=False)
 class Peer:
     """Connection to a hub, from its start to its end.
 
-    Args:
+    Attributes:
         address: ZMQ address of its hub, after ``plain+`` where nothing is encrypted.
         front: Name that API servers of one front have in common.
         failed: Called with a job and why it was not done.
         loaded: Called with the backlog of the engine for other fronts.
-
-    Attributes:
         here: What the hub last reported of its engine.
         problem: Why the engine cannot be used, or empty.
         ended: Why this connection is over, or empty.
     """
 
-    def __init__(
-        self,
-        name: str,
-        address: str,
-        secret: Secret,
-        config: VllmConfig,
-        front: str,
-        *,
-        failed: Callable[[str, EncodeFailure], None],
-        loaded: Callable[[jobs.Load], None],
-    ) -> None:
-        self.here: jobs.Here | None = None
-        self.problem = self.ended = ""
-        self._name = name
-        self._config = config
-        self._secret = secret
-        self._front = front
-        self._failed = failed
-        self._loaded = loaded
+    name: str
+    address: str
+    secret: Secret
+    config: VllmConfig
+    front: str
+    failed: Callable[[str, EncodeFailure], None]
+    loaded: Callable[[jobs.Load], None]
+    here: jobs.Here | None = None
+    problem: str = ""
+    ended: str = ""
+
+    def __post_init__(self) -> None:
         self._session = new_session()
         self._hub_session = ""
         self._missed = 0
@@ -88,10 +81,11 @@ class Peer:
         self._socket.setsockopt(zmq.IDENTITY, os.urandom(12))
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        if address.startswith("plain+"):
-            self._socket.connect(address.removeprefix("plain+"))
+        if self.address.startswith("plain+"):
+            self._socket.connect(self.address.removeprefix("plain+"))
         else:
-            connect_client(self._socket, address, CurveKeys.derive(secret), what="hub of an engine")
+            keys = CurveKeys.derive(self.secret)
+            connect_client(self._socket, self.address, keys, what="hub of an engine")
         self._tasks = [asyncio.create_task(x) for x in (self._beat(), self._take(), self._watch())]
 
     async def met(self) -> jobs.Here:
@@ -117,11 +111,11 @@ class Peer:
             EngineDeadError: The hub is gone.
         """
         try:
-            job, tensors = to_job(request, self._config, self._secret)
+            job, tensors = to_job(request, self.config, self.secret)
             head = jobs.encode_head(job, self._session)
         except ProtocolError as error:
             failure = EncodeFailure(kind=FailureKind.ERROR, reason=str(error))
-            self._failed(request.request_id, failure)
+            self.failed(request.request_id, failure)
             return
         begins, _ = jobs.offsets(job.tensors)
         await self._send_parts([head])
@@ -203,7 +197,7 @@ class Peer:
                     self._end("it is silent")
                     return
             with contextlib.suppress(EngineDeadError):
-                await self._send(jobs.Beat(front=self._front))
+                await self._send(jobs.Beat(front=self.front))
             await asyncio.sleep(jobs.BEAT_S if self._met.is_set() else _FIRST_BEAT_S)
 
     async def _watch(self) -> None:
@@ -229,15 +223,15 @@ class Peer:
                 self._take_answer(message)
 
     def _take_here(self, here: jobs.Here, session: str) -> None:
-        if here.name != self._name:
+        if here.name != self.name:
             self._complain(f"engine {here.name} is there")
         elif self._met.is_set() and session != self._hub_session:
             self._end("it has forgotten this front")
-        elif here.kv and here.kv != (own := kv_form(self._config)):
+        elif here.kv and here.kv != (own := kv_form(self.config)):
             self._complain(f"its KV is {here.kv}; read here is {own}")
         elif here.well:
             self.here, self._hub_session = here, session
-            self._loaded(here.load)
+            self.loaded(here.load)
             self._met.set()
         elif self._met.is_set():
             self._end("its engine does not respond")
@@ -248,14 +242,14 @@ class Peer:
             return
         if isinstance(message, jobs.Failed):
             reason = f"refuses the job: {message.reason}"
-            self._failed(message.job, EncodeFailure(kind=FailureKind.ERROR, reason=reason))
+            self.failed(message.job, EncodeFailure(kind=FailureKind.ERROR, reason=reason))
             return
-        self._loaded(message.load)
+        self.loaded(message.load)
         if isinstance(message, jobs.Full):
             failure = EncodeFailure(
                 kind=FailureKind.FULL, reason="is full", full_for_s=message.retry_s
             )
-            self._failed(message.job, failure)
+            self.failed(message.job, failure)
         elif (call := self._awaited.get(message.job)) is not None:
             if not call.done():
                 call.set_result(None)
@@ -273,11 +267,11 @@ class Peer:
 
     def _complain(self, problem: str) -> None:
         if problem != self.problem:
-            logger.warning("engine %s: %s", self._name, problem)
+            logger.warning("engine %s: %s", self.name, problem)
             self.problem = problem
 
     def _end(self, why: str) -> None:
         if not self._gone.is_set():
-            logger.warning("engine %s: %s", self._name, why)
+            logger.warning("engine %s: %s", self.name, why)
             self.ended = why
             self._gone.set()
