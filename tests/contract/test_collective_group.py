@@ -297,28 +297,6 @@ def test_groups_of_one_host_do_not_disturb_each_other(make: MakeGroups) -> None:
     assert box.cpu().sum() == 4
 
 
-@on_gloo
-def test_two_groups_move_tensors_at_the_same_time(make: MakeGroups) -> None:
-    first, second = make(), make()
-    boxes = [on(group[1], torch.zeros(1 << 18)) for group in (first, second)]
-
-    def send(group: CollectiveGroup, value: float) -> None:
-        for _ in range(3):
-            group.send(on(group, torch.full((1 << 18,), value)), AMPLE_S)
-
-    def receive(group: CollectiveGroup, box: torch.Tensor) -> None:
-        for _ in range(3):
-            group.recv(box, AMPLE_S)
-
-    results(
-        lambda: send(first[0], 1.0),
-        lambda: send(second[0], 2.0),
-        lambda: receive(first[1], boxes[0]),
-        lambda: receive(second[1], boxes[1]),
-    )
-    assert [box.cpu().unique().tolist() for box in boxes] == [[1], [2]]
-
-
 def test_groups_come_and_go_without_leaving_anything_behind(
     make: MakeGroups, elsewhere: OtherRank
 ) -> None:

@@ -17,7 +17,7 @@ import torch
 import zmq
 
 from epd_portable.config.secret import Secret, make_secret_file
-from epd_portable.errors import ConfigError, TransportTimeoutError
+from epd_portable.errors import TransportTimeoutError
 from epd_portable.platforms import registry
 from epd_portable.transfer.control import ControlClients, ControlServer
 from epd_portable.transfer.copies import DeviceCopies
@@ -288,8 +288,3 @@ def test_copies_of_secret_give_same_keys_and_nothing_shows_them(tmp_path: Path) 
     assert one.server_public != one.client_public
     for hidden in (one.server_secret, one.client_secret):
         assert hidden.decode() not in repr(one)
-
-
-def test_process_without_a_secret_reports_the_remedy() -> None:
-    with pytest.raises(ConfigError, match="epd-launch secret FILE makes one"):
-        read_keys("")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.load import load_topology, parse_topology
 from epd_portable.config.quantities import parse_size
 from epd_portable.config.roles import Role
@@ -244,3 +245,11 @@ def test_partner_of_a_wrong_value_is_not_reported() -> None:
     lines = problems("model: demo\nfront: {tls_cert_file: 3, tls_key_file: b}\n")
     assert len(lines) == 2
     assert "tls_cert_file" in lines[1] and "belong together" not in lines[1]
+
+
+def test_every_wrong_key_is_named_at_once() -> None:
+    raw = {"platform": "tpu", "lease_s": 0, "pool_byte": 1, "wait_timeout_s": -1}
+    with pytest.raises(ConfigError) as caught:
+        InstanceConfig.parse(raw)
+    for key in ("instance", "platform", "lease_s", "pool_byte", "wait_timeout_s"):
+        assert f"{key}:" in str(caught.value)

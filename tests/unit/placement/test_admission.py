@@ -95,7 +95,7 @@ async def test_retry_after_is_when_those_that_wait_have_gone(
     going = await door.enter()
     tasks = [asyncio.create_task(door.enter()) for _ in range(waiting)]
     await asyncio.sleep(0)
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError, match="as many others wait") as refused:
         await door.enter()
     retry_after_s = refused.value.retry_after_s
     assert retry_after_s is not None
@@ -118,8 +118,11 @@ async def test_refusal_after_a_wait_names_the_limit_and_counts_it() -> None:
     with pytest.raises(RequestError, match=r"come within 0\.001 s") as refused:
         await waiting
     assert (refused.value.status, refused.value.retry_after_s) == (429, 20)
-    limit = "front.admission.decode.max_requests of 1 for each usable instance of decode is reached"
+    key = "front.admission.decode.max_requests"
+    limit = f"{key} of 1 for each usable instance of decode is reached"
     assert str(refused.value).startswith(limit)
+    labels = {"reason": "timeout", "limit": key}
+    assert door.metrics.get_sample_value("epd_front_admission_refused_total", labels) == 1
 
 
 async def test_request_cancelled_at_admission_releases_its_place() -> None:
@@ -162,13 +165,13 @@ async def test_waiting_requests_are_counted_by_their_priority() -> None:
     async def wait(priority: int) -> None:
         door.keeper.leave(await door.keeper.enter(items=0, nbytes=0, priority=priority))
 
-    first = await door.enter()
+    first, door.now_s = await door.enter(), 1.0
     async with asyncio.TaskGroup() as waiting:
         for priority in priorities.values():
             waiting.create_task(wait(priority))
         await asyncio.sleep(0)
         assert counted("epd_front_admission_waiting") == [1, 1, 1]
-        door.now_s = 2.5
+        door.now_s = 3.5
         door.keeper.leave(first)
     assert counted("epd_front_admission_waiting") == [0, 0, 0]
     assert counted("epd_front_admission_wait_seconds_sum") == [2.5, 2.5, 2.5]

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from epd_portable.config.roles import Role
-from epd_portable.placement.instances import FEW, LOAD_BOUND, EndpointPool, Instance
+from epd_portable.placement.instances import (
+    FEW,
+    LOAD_BOUND,
+    EndpointPool,
+    Instance,
+    LoadReport,
+)
 from tests.unit.builders import instance_settings
 
 
@@ -242,6 +248,7 @@ async def test_instance_is_idle_after_its_last_work_even_if_failed() -> None:
         assert not instance.idle
         assert not waiting.done()
     await asyncio.wait_for(waiting, 10)
+    assert instance.idle
 
 
 def test_work_is_counted_once_until_it_ends() -> None:
@@ -288,3 +295,47 @@ def test_watchers_hear_of_changes_only() -> None:
         event(instance)
     instances.remove("i-0")
     assert heard == ["down", "up", *["draining"] * 3]
+
+
+def test_report_counts_until_its_instance_goes_down() -> None:
+    instances = EndpointPool()
+    pd = instances.add(instance_settings("pd0", "prefill-decode"))
+    pd.health.seen_up()
+    assert pd.reported is None
+    report = LoadReport(waiting=2, running=3, kv_used=0.5)
+    pd.take_report(report)
+    assert pd.reported == report
+    pd.note_elsewhere(2, 3.0)
+    pd.cached.items.use(["cat"])
+    pd.seen_gone("killed")
+    assert "cat" not in pd.cached.items
+    assert (pd.reported, pd.load, pd.pending_encode_s) == (None, 0, 0)
+
+
+def test_requests_sent_since_a_report_count_as_waiting() -> None:
+    instances = EndpointPool()
+    for name, role in (("e0", "encode"), ("pd0", "prefill-decode")):
+        instances.add(instance_settings(name, role)).health.seen_up()  # type: ignore[arg-type]
+    pd, encoder = instances.of_duty("decode")[0], instances.of_duty("encode")[0]
+    with pd.in_flight(), pd.in_flight():
+        # Both are on their way into the engine, whose report counts another one.
+        for running, waiting in ((1, 1), (0, 2)):
+            pd.take_report(LoadReport(waiting=1, running=running))
+            known = pd.reported
+            assert known is not None and known.waiting == waiting
+        with pd.in_flight(), pd.in_flight():
+            known = pd.reported
+            assert known is not None and known.waiting == 4
+    encoder.take_report(LoadReport(items=3))
+    with encoder.in_flight():
+        known = encoder.reported
+        assert known is not None and known.items == 4
+
+
+def test_work_of_other_fronts_replaces_their_former_report() -> None:
+    encoder = EndpointPool().add(instance_settings("e0", "encode"))
+    with encoder.encoding(0.5):
+        for jobs, seconds in ((3, 12.5), (1, 2.0), (0, 0.0)):
+            encoder.note_elsewhere(jobs, seconds)
+            assert (encoder.load, encoder.elsewhere) == (jobs, jobs)
+            assert (encoder.pending_encode_s, encoder.backlog_s) == (seconds + 0.5, seconds + 0.5)

@@ -269,6 +269,7 @@ def test_a_store_that_blocks_all_threads_holds_no_other_slot(side: Callable[...,
     one.grant(announced[3], generation=4)
     assert codes(one.said()) == [NOT_STORED, RELEASED]
     assert isinstance(one.loader.load("t-5", key("cat"), "cat", SPEC), Nack)
+    assert one.count("unavailable") == 2
     one.store.gate.set()
     assert codes(one.heard() + one.heard()) == [RELEASED, RELEASED]
     one.grant(one.announce("cat"), generation=5)
