@@ -236,9 +236,10 @@ def test_a_plan_names_who_encodes() -> None:
     both = "model: demo\ninstances: {encode: {}, encode_prefill: {count: 2}, decode: {}}\n"
     text = plan_table(plan_of(both))
     assert "items are encoded by encode-0, encode_prefill-0, encode_prefill-1\n" in text
-    assert "items are encoded" not in plan_table(
-        plan_of("model: demo\ninstances: {prefill: {}, decode: {}}")
-    )
+    assert "\nthe encoder cache of encode-0 takes " in text
+    text = plan_table(plan_of("model: demo\ninstances: {prefill: {}, decode: {}}"))
+    assert "items are encoded" not in text
+    assert "KV goes to decode instances by NixlConnector" in text
 
 
 def test_plan_table_names_the_hardware_profile(tmp_path: Path) -> None:
@@ -317,6 +318,7 @@ def test_separately_planned_encoders_share_cores_and_devices(
     assert by_name["encode-0"].argv[0] == own
     of = platform if "environment" in encode else "cpu"
     assert by_name["encode-0"].apart == f"{of}, {own}"
+    assert plan_table(plan).count(f"({of}, {own})") == 1
     assert [each["name"] for each in plan.members] == ["encode-0"]
     assert instance(by_name["prefill_decode-0"])["pool_bytes"] == 1 << 30
     assert [each["name"] for each in front(plan)["engines"]] == ["prefill_decode-0"]
