@@ -121,16 +121,10 @@ async def test_decode_starts_before_late_encode_jobs_end(make: Make) -> None:
     await generated(front)
 
 
-UNSUITED = [{"prompt_logprobs": 1}]
-
-
-@pytest.mark.parametrize("fields", UNSUITED)
-async def test_prompt_is_computed_where_more_than_its_kv_is_needed(
-    make: Make, fields: dict[str, Any]
-) -> None:
+async def test_prompt_is_computed_where_more_than_its_kv_is_needed(make: Make) -> None:
     front = make("e-0", "p-0", "d-0")
     core = request("r", "a")
-    core.sampling_params = SamplingParams(max_tokens=4, **fields)
+    core.sampling_params = SamplingParams(max_tokens=4, prompt_logprobs=1)
     await front.client.add_request_async(core)
     await settle()
     assert not front.engines["p-0"].requests and not front.engines["e-0"].requests

@@ -36,12 +36,12 @@ def vllm_config() -> Any:
     return config_on("cpu")
 
 
-def config_on(platform: str, step_tokens: int = LIMIT, **instance: Any) -> Any:
+def config_on(platform: str, **instance: Any) -> Any:
     """Return the configuration of an encode instance there."""
     config = EngineArgs(
         model=str(MODEL_DIR),
         max_model_len=4096,
-        max_num_batched_tokens=step_tokens,
+        max_num_batched_tokens=LIMIT,
         dtype="float32",
         enforce_eager=True,
         limit_mm_per_prompt={"video": 0},
@@ -372,23 +372,6 @@ def test_device_requests_end_when_their_step_is_computed(on_device: Engine) -> N
     engine.step()
     assert not engine.rests
     assert engine.empty()
-
-
-def test_small_images_leave_before_their_burst_is_computed() -> None:
-    """A step there has room for all of them, and they would leave with the last."""
-    engine = Engine(config_on("npu", step_tokens=32_768))
-    for number in range(24):
-        engine.arrive(f"request-{number:02}", (f"item-{number}", 256))
-    first, second = engine.step(), engine.step()
-    assert engine.ended == {}
-    last = engine.step(computed=1)
-    assert set(engine.ended) == set(first), "the others are computed, or wait for that"
-    engine.step(computed=2)
-    assert set(engine.ended) == set(first) | set(second)
-    assert [len(each) for each in (first, second, last)] == [8, 8, 8]
-    engine.step(computed=3)
-    assert len(engine.ended) == 24
-    engine.scheduler.shutdown()
 
 
 def test_response_of_a_computed_step_leaves_at_once(on_device: Engine) -> None:

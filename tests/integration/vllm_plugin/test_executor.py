@@ -60,10 +60,6 @@ CONCERNS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_step_in_which_everybody_waits_concerns_no_worker() -> None:
-    assert not executor.concerns_workers(waiting())
-
-
 @pytest.mark.parametrize("held", CONCERNS.values(), ids=CONCERNS)
 def test_a_step_that_holds_something_for_workers_reaches_them(held: dict[str, Any]) -> None:
     assert executor.concerns_workers(replace(waiting(), **held))

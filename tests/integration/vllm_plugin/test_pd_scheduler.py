@@ -207,16 +207,6 @@ def test_tokens_of_others_come_between_items_encoded_here(engine: Engine) -> Non
     assert engine.ended == {"many": "length", "other": "length"}
 
 
-def test_item_is_encoded_while_text_is_computed(engine_beside: Engine) -> None:
-    engine = engine_beside
-    engine.arrive("r", pixels=True)
-    assert engine.step() == {"r": TEXT}
-    assert engine.encoded_beside == ["item of r"]
-    assert engine.step() == {"r": ITEM + TEXT}
-    assert engine.encoded == []
-    assert engine.ended == {"r": "length"}
-
-
 def test_item_of_remote_prefill_is_encoded_when_step_needs_it(engine_beside: Engine) -> None:
     engine = engine_beside
     # No KV connector is there to bring it.

@@ -97,6 +97,7 @@ def test_announcement_without_space_is_counted_as_one_wait(end: Callable[[Pair],
     pair.pd.clock.now += 2.0
     pair.round()
     assert events(pair.pd)["epd_pd_transfers_waiting"] == 1, "it asked twice"
+    assert events(pair.pd)["epd_pd_transfers_in_flight"] == 1
     end(pair)
     pair.round()
     assert "epd_pd_transfers_waiting" not in events(pair.pd)
