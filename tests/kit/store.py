@@ -111,7 +111,7 @@ class Shelf:
         made = self.loader
         while made._orders and len(self._reading) < READERS:
             load = made._orders.pop(next(iter(made._orders)))
-            if made._breaker.allows():
+            if made.breaker.allows():
                 self._put(load, TORN)
                 name = load.mm_hash
                 content = self._pool.output(name) if name in self.entries else None
