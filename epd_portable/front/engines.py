@@ -91,7 +91,7 @@ class EngineClient(AsyncMPClient):
         """Take no more calls, and close all sockets later; from the loop's thread."""
         self.resources.engine_dead = True
         asyncio.get_running_loop().call_later(_CLOSE_AFTER_S, self._close)
-        # vLLM before 0.32 leaves sockets open if the loop ends first: their context would wait.
+        # If the loop ends first, vLLM before 0.32 leaves sockets open, and their context waits.
         weakref.finalize(self, _close_sockets, self.resources)
 
     def _close(self) -> None:

@@ -77,6 +77,14 @@ def _check(limits: MediaSection, value: Any, name: str, where: str) -> None:
         _check_edges(limits, value.get("height"), value.get("width"), where)
         for key, each in value.items():
             _check(limits, each, key, f"{where}.{key[:64]}")
+    elif (
+        name == "backend" and where.startswith("media_io_kwargs.") and value not in (None, "opencv")
+    ):
+        # Pixels are counted where OpenCV reads frames; vLLM's other decoders do not pass there.
+        raise _refused(
+            f"{where} is {str(value)[:64]!r}: this front bounds the decoder 'opencv' only; leave "
+            "it out"
+        )
     elif isinstance(value, list):
         _check_within(len(value), limits.max_video_frames, where, "entries")
         if name in _EDGES and len(value) == 2:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from epd_portable.config.roles import Role
 from epd_portable.media.limits import RequestItem
@@ -28,7 +29,7 @@ _NEW_ITEM = 0.2
 _JOBS = 5
 """Latest jobs of an encoder for items of one size, of which more than half must be known."""
 _DOUBT = 100
-"""Time of all jobs, in times of an encoder, after which it is taken for the average again."""
+"""Time of jobs of others, in times of an encoder, after which it is measured again."""
 _NEW_RESPONSE = 0.05
 """Weight of the latest response in the average."""
 _FORGET = 1.001
@@ -43,45 +44,57 @@ K = TypeVar("K", bound=Hashable)
 _Found = TypeVar("_Found")
 
 
+class _Jobs(NamedTuple):
+    """Latest jobs of an encoder for items of one size.
+
+    Attributes:
+        seconds: Of each.
+        until_s: Time of all encoders' jobs at the end of its latest one.
+    """
+
+    seconds: deque[float]
+    until_s: float
+
+
 class EncodeTimes:
     """Seconds that encoders take for an item, by modality and size.
 
     Of all together the average. Of each the median of a few jobs: a first one that loads kernels,
-    and a busy moment, make no encoder slow. An encoder that was slow and got no items since is
-    taken for the average once more, until its next job. Of the time of all jobs these take a few
-    hundredths at most.
+    and a busy moment, make no encoder slow. An encoder that got no items while the others worked
+    for 100 times its median is taken for the average until its next job, if that is less.
     """
 
     def __init__(self) -> None:
         self._averages: dict[_Kind, float] = {}
-        self._jobs: defaultdict[_Kind, dict[str, deque[float]]] = defaultdict(dict)  # Latest last.
+        self._jobs: defaultdict[_Kind, dict[str, _Jobs]] = defaultdict(dict)
         self._medians: defaultdict[str, dict[_Kind, float]] = defaultdict(dict)
-        self._spent_s: defaultdict[_Kind, float] = defaultdict(float)
+        self._total_s: defaultdict[_Kind, float] = defaultdict(float)
 
     def observe(self, item: RequestItem, seconds: float, encoder: str) -> None:
         """Take in one encode job of an encoder, given by its name."""
         kind = item.modality, item.pixels.bit_length()
         average = self._averages.get(kind, seconds)
         self._averages[kind] = average + _NEW_ITEM * (seconds - average)
+        self._total_s[kind] += seconds
         jobs = self._jobs[kind]
-        jobs[encoder] = own = jobs.pop(encoder, None) or deque(maxlen=_JOBS)
+        own = jobs[encoder].seconds if encoder in jobs else deque[float](maxlen=_JOBS)
         own.append(seconds)
+        jobs[encoder] = _Jobs(own, self._total_s[kind])
         if len(own) > _JOBS // 2:
             self._medians[encoder][kind] = statistics.median_low(own)
-        self._spent_s[kind] += seconds
-        for longest_ago in (each for each in jobs if kind in self._medians[each]):
-            if self._spent_s[kind] >= _DOUBT * self._medians[longest_ago][kind]:
-                self._doubt(kind, longest_ago)
-            break
+        self._doubt(kind)
 
-    def _doubt(self, kind: _Kind, encoder: str) -> None:
-        """Take an encoder for the average until its next job, which decides with the two before."""
-        jobs = self._jobs[kind]
-        jobs[encoder] = own = jobs.pop(encoder)
-        while len(own) > _JOBS // 2:
-            own.popleft()
-        self._medians[encoder][kind] = self._averages[kind]
-        self._spent_s[kind] = 0.0
+    def _doubt(self, kind: _Kind) -> None:
+        """Take encoders without a job for long for the average; the next one decides with two."""
+        total_s = self._total_s[kind]
+        for encoder, (seconds, until_s) in self._jobs[kind].items():
+            medians = self._medians[encoder]
+            if total_s - until_s < _DOUBT * medians.get(kind, math.inf):
+                continue
+            while len(seconds) > _JOBS // 2:
+                seconds.popleft()
+            # A slow job of another may just have raised the average.
+            medians[kind] = min(medians[kind], self._averages[kind])
 
     def of(self, item: RequestItem, encoder: str = "") -> float:
         """Return the seconds that an encoder takes for an item; 0 for an unknown size.

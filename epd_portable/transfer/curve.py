@@ -37,6 +37,9 @@ OVERHEAD_BYTES = 64
 """More than encryption adds to a frame (33 bytes), for limits on what is received."""
 
 _LOG_EVERY_S = 10.0
+_OTHER_KEY = (
+    "connections without the key of this deployment: is it the same secret_file at both ends?"
+)
 _KEEP_ALIVE = {
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 60,
@@ -141,6 +144,7 @@ class Listener:
         self, address: str, keys: CurveKeys | None, *, name: str, max_bytes: int, waiting: int
     ) -> None:
         self._name = f"{name} at {address}"
+        self._cause = _OTHER_KEY if keys else "connections that encrypt, which this end does not"
         self.refused = 0
         self._logged = 0
         self._next_log_s = 0.0
@@ -174,10 +178,10 @@ class Listener:
         now = time.monotonic()
         if self.refused > self._logged and now >= self._next_log_s:
             logger.warning(
-                "%s has refused %d connections without the key of this deployment: is it the same "
-                "secret_file at both ends?",
+                "%s has refused %d %s",
                 self._name,
                 self.refused - self._logged,
+                self._cause,
             )
             self._logged, self._next_log_s = self.refused, now + _LOG_EVERY_S
 

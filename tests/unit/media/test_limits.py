@@ -61,6 +61,13 @@ def test_settings_that_ask_for_more_than_the_limits_are_refused(
     assert (caught.value.status, caught.value.code) == (400, "settings_too_large")
 
 
+def test_decoder_whose_frames_are_not_counted_is_refused() -> None:
+    check_settings(LIMITS, "media_io_kwargs", raw({"video": {"backend": "opencv"}}))
+    check_settings(LIMITS, "mm_processor_kwargs", raw({"backend": "torchvision"}))
+    with pytest.raises(RequestError, match=r"video\.backend is 'torchcodec': .*'opencv' only"):
+        check_settings(LIMITS, "media_io_kwargs", raw({"video": {"backend": "torchcodec"}}))
+
+
 @pytest.mark.parametrize("text", [b"{", b"[" * 5000, b'{"a": 1e999}', b"\xff", b'{"a": NaN}'])
 def test_settings_that_are_no_json_are_refused(text: bytes) -> None:
     with pytest.raises(RequestError, match="cannot be read"):

@@ -58,6 +58,10 @@ class Door:
         return instance
 
 
+async def test_request_without_limits_has_no_ticket() -> None:
+    assert await Door().enter() is None
+
+
 async def test_limit_by_instance_scales_with_usable_instances() -> None:
     door = Door(decode={"max_requests": 2})
     door.add("a")

@@ -57,6 +57,13 @@ def test_item_stays_at_its_encoder_when_some_are_named() -> None:
         assert chosen is own or own not in named
 
 
+def test_ring_reaches_each_member_when_all_others_are_excluded() -> None:
+    ring = HashRing([seen(f"i{n}") for n in range(40)])
+    assert {each.name for each in ring.in_order("key")} == {f"i{n}" for n in range(40)}
+    for member in ring.members:
+        assert ring.choose("key", [member]) is member
+
+
 @pytest.mark.parametrize("weights", [(1, 1), (1, 3), (1, 1, 2), (0.5, 1, 1, 2, 4), (1,) * 12])
 def test_shares_follow_weights(weights: tuple[float, ...]) -> None:
     ring = HashRing([seen(f"i{n}", weight=weight) for n, weight in enumerate(weights)])

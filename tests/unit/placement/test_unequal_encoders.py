@@ -51,7 +51,7 @@ def simulate(seconds: dict[str, float], *, load: float, count: int = 4000) -> li
         free_at[name] = end = max(now, free_at[name]) + seconds[name]
         stack = ExitStack()
         stack.enter_context(encoder.in_flight(f"p{number}"))
-        stack.enter_context(encoder.encoding(seconds[name]))
+        stack.enter_context(encoder.encoding(pool.encode_times.of(IMAGE, name)))
         heapq.heappush(running, (end, number, name, stack))
         found.append(end - now)
     while running:
@@ -90,8 +90,17 @@ def test_no_encoder_is_slow_for_a_first_job_or_a_busy_moment() -> None:
     assert seen[2:] == [GPU_S, GPU_S, GPU_S, GPU_S, 9.0]
 
 
+def test_working_encoder_is_not_slow_for_a_job_of_another() -> None:
+    times = pool_of(one=GPU_S, other=GPU_S).encode_times
+    times.observe(IMAGE, 9.0, "other")
+    assert times.of(IMAGE) > 10 * GPU_S
+    assert (times.of(IMAGE, "one"), times.of(IMAGE, "other")) == (GPU_S, GPU_S)
+
+
 def test_encoder_that_has_left_is_forgotten() -> None:
     pool = pool_of(gpu=GPU_S, cpu=CPU_S)
     pool.remove("cpu")
     times = pool.encode_times
     assert times.of(IMAGE, "cpu") == times.of(IMAGE) != CPU_S
+    times.observe(IMAGE, GPU_S, "cpu")
+    assert times.of(IMAGE, "cpu") == times.of(IMAGE), "jobs of its former time do not count"

@@ -40,7 +40,7 @@ def test_key_depends_on_engines_modality_item_and_secret_only() -> None:
         one.key(second, ITEM, "image"),
         one.key(first, ITEM, "video"),
         one.key(first, "b" * 64, "image"),
-        one.key(first, ITEM + "i", "mage"),
+        one.key(first, "e" + ITEM, "imag"),
         seal("t" * 40).key(first, ITEM, "image"),
     }
     assert len(keys) == 6
