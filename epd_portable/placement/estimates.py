@@ -28,7 +28,7 @@ _NEW_ITEM = 0.2
 """Weight of the latest item in the average."""
 _JOBS = 5
 """Latest jobs of an encoder for items of one size, of which more than half must be known."""
-_DOUBT = 100
+_REMEASURE_AFTER = 100
 """Time of jobs of others, in times of an encoder, after which it is measured again."""
 _NEW_RESPONSE = 0.05
 """Weight of the latest response in the average."""
@@ -82,14 +82,14 @@ class EncodeTimes:
         jobs[encoder] = _Jobs(own, self._total_s[kind])
         if len(own) > _JOBS // 2:
             self._medians[encoder][kind] = statistics.median_low(own)
-        self._doubt(kind)
+        self._remeasure_idle(kind)
 
-    def _doubt(self, kind: _Kind) -> None:
+    def _remeasure_idle(self, kind: _Kind) -> None:
         """Take encoders without a job for long for the average; the next one decides with two."""
         total_s = self._total_s[kind]
         for encoder, (seconds, until_s) in self._jobs[kind].items():
             medians = self._medians[encoder]
-            if total_s - until_s < _DOUBT * medians.get(kind, math.inf):
+            if total_s - until_s < _REMEASURE_AFTER * medians.get(kind, math.inf):
                 continue
             while len(seconds) > _JOBS // 2:
                 seconds.popleft()
